@@ -104,12 +104,17 @@ impl LoadFallListener for Strand<Scheduler> {
 struct RefreshContinuation {
     booking: BookingId,
     hashes: Arc<[BlockHash]>,
+    reusable_blocks: u32,
     scheduler: Weak<Strand<Scheduler>>,
 }
 
 impl OverlapQuery for RefreshContinuation {
     fn hashes(&self) -> &Arc<[BlockHash]> {
         &self.hashes
+    }
+
+    fn reusable_blocks(&self) -> u32 {
+        self.reusable_blocks
     }
 }
 
@@ -277,7 +282,10 @@ impl Scheduler {
         while let Some(effect) = self.shell.next_effect(&self.dependencies, now) {
             match effect {
                 Effect::Query(query) => self.fan_out(query, now),
-                Effect::Refresh { booking, block_hashes } => self.ask_shards(booking, block_hashes),
+                Effect::Refresh { booking, block_hashes: hashes, reusable_blocks } => {
+                    let scheduler = Weak::clone(&self.myself);
+                    self.ask_shards(RefreshContinuation { booking, hashes, reusable_blocks, scheduler });
+                }
                 Effect::Book { context, decision, number, trace, shadow } => {
                     trace.as_deref().into_iter().for_each(trace_decision);
                     if let Some((meters, report)) = self.shadow_meters.as_mut().zip(shadow) {
@@ -347,8 +355,7 @@ impl Scheduler {
     }
 
     /// Repeats the overlap query of a waiting request.
-    fn ask_shards(&mut self, booking: BookingId, block_hashes: Arc<[BlockHash]>) {
-        let next = RefreshContinuation { booking, hashes: block_hashes, scheduler: Weak::clone(&self.myself) };
+    fn ask_shards(&mut self, next: RefreshContinuation) {
         let first = ReplyToken::open(0, next);
         for shard in self.dependencies.shards.iter() {
             shard.send(RadixMsg::Overlap(overlap_token(&first))).keep_in(&mut self.replies.shards);

@@ -302,8 +302,12 @@ impl Router {
     }
 
     fn overlap(&self, prompt: &[BlockHash]) -> usize {
+        self.overlap_within(prompt, u32::MAX)
+    }
+
+    fn overlap_within(&self, prompt: &[BlockHash], reusable_blocks: u32) -> usize {
         let mut overlaps = Overlaps::default();
-        self.index.overlaps(prompt, &mut overlaps);
+        self.index.reusable_overlaps(prompt, reusable_blocks, &mut overlaps);
         overlaps.hits().first().map_or(0, |hit| hit.device_blocks as usize)
     }
 }
@@ -366,6 +370,10 @@ proptest! {
             for (prompt, hashes) in &prompts {
                 let (hit, overlap) = (engine.hit(prompt), router.overlap(hashes));
                 prop_assert!(overlap == hit, "{overlap} of {hit} blocks of {prompt:?} after {op:?}");
+                // The engine computes the last block of a whole prompt, and then needs a hit before it.
+                let reusable = prompt.len() - 1;
+                let (hit, overlap) = (engine.hit(&prompt[..reusable]), router.overlap_within(hashes, reusable as u32));
+                prop_assert!(overlap.min(reusable) == hit, "{overlap} of {hit} blocks before the last one of {prompt:?}");
             }
         }
         prop_assert!(router.findings.is_empty(), "{:?}", router.findings);

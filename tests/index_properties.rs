@@ -421,23 +421,14 @@ fn sorted(events: Vec<RouterEvent>) -> Vec<(WorkerRank, StorageTier, Option<Engi
     stored
 }
 
-/// Queries every shard through both functions and joins the results.
+/// Queries every shard and joins the results.
 fn ask(shards: &[Index], prompt: &[BlockHash]) -> Vec<ReferenceMatch> {
     let mut overlaps = Overlaps::default();
     let mut matches = Vec::new();
     for shard in shards {
         shard.overlaps(prompt, &mut overlaps);
-        let plain: Vec<_> = overlaps.iter().collect();
-        assert!(overlaps.last_matched().is_empty());
-        shard.overlaps_detailed(prompt, &mut overlaps);
-        assert_eq!(overlaps.iter().collect::<Vec<_>>(), plain, "longer queries return the same");
         assert!(overlaps.hits().is_sorted_by_key(|hit| hit.slot));
-        let last_matched = overlaps.last_matched().iter();
-        matches.extend(plain.iter().zip(last_matched).map(|(&(hit, extension), &last_matched)| ReferenceMatch {
-            hit,
-            extension,
-            last_matched,
-        }));
+        matches.extend(overlaps.iter().map(|(hit, extension)| ReferenceMatch { hit, extension }));
     }
     matches.sort_by_key(|found| found.hit.slot);
     matches

@@ -17,15 +17,13 @@ pub(crate) struct Reference {
     ranks: BTreeMap<WorkerRank, ReferenceRank>,
 }
 
-/// One rank's overlap with a request, and the engine hash of the last matched block.
+/// One rank's overlap with a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ReferenceMatch {
     /// The part of the device tier.
     pub(crate) hit: Hit,
     /// The part of the lower tiers.
     pub(crate) extension: Extension,
-    /// The engine hash of the last block matched in any tier.
-    pub(crate) last_matched: EngineHash,
 }
 
 #[derive(Clone, Debug)]
@@ -262,25 +260,21 @@ impl ReferenceRank {
     /// The longest run of leading blocks in the device tier, and the blocks that each lower tier adds.
     fn overlap(&self, hashes: &[BlockHash]) -> Option<ReferenceMatch> {
         let mut reached = 0;
-        let mut last_matched = None;
         let mut blocks = [0; 4];
         for (tier, blocks) in StorageTier::ALL.into_iter().zip(&mut blocks) {
-            while let Some(name) = hashes.get(..=reached).and_then(|prefix| self.name_of(tier, prefix)) {
-                last_matched = Some(name);
+            while hashes.get(..=reached).and_then(|prefix| self.name_of(tier, prefix)).is_some() {
                 reached += 1;
                 *blocks += 1;
             }
             if tier == StorageTier::Device {
                 reached = (0..=reached).rev().find(|end| self.groups_allow(&hashes[..*end])).unwrap_or(0);
-                last_matched = self.name_of(tier, &hashes[..reached]);
                 *blocks = reached as u32;
             }
         }
         let [device_blocks, host_pinned_blocks, disk_blocks, external_blocks] = blocks;
-        Some(ReferenceMatch {
+        (blocks != [0; 4]).then_some(ReferenceMatch {
             hit: Hit { slot: self.slot, generation: self.generation, device_blocks },
             extension: Extension { slot: self.slot, host_pinned_blocks, disk_blocks, external_blocks },
-            last_matched: last_matched?,
         })
     }
 

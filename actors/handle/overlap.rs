@@ -33,14 +33,15 @@ pub(super) struct FoundOverlaps {
 /// Continuation of an overlap query.
 pub(super) struct OverlapContinuation {
     hashes: Arc<[BlockHash]>,
+    reusable_blocks: u32,
     receiver: Mutex<Option<OverlapReceiver>>,
     /// Set by the token that queries the shared cache.
     shared_cache: OnceLock<SharedCacheResult>,
 }
 
 impl OverlapContinuation {
-    pub(super) fn new(hashes: Arc<[BlockHash]>, receiver: OverlapReceiver) -> Self {
-        Self { hashes, receiver: Mutex::new(Some(receiver)), shared_cache: OnceLock::new() }
+    pub(super) fn new(hashes: Arc<[BlockHash]>, reusable_blocks: u32, receiver: OverlapReceiver) -> Self {
+        Self { hashes, reusable_blocks, receiver: Mutex::new(Some(receiver)), shared_cache: OnceLock::new() }
     }
 
     pub(super) fn set_shared_cache(&self, result: SharedCacheResult) {
@@ -51,6 +52,10 @@ impl OverlapContinuation {
 impl OverlapQuery for OverlapContinuation {
     fn hashes(&self) -> &Arc<[BlockHash]> {
         &self.hashes
+    }
+
+    fn reusable_blocks(&self) -> u32 {
+        self.reusable_blocks
     }
 }
 

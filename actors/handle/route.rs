@@ -302,7 +302,7 @@ impl Router {
         match prepared.block_hashes() {
             Some(hashes) => {
                 let receiver = OverlapReceiver::Scheduler(request, Arc::downgrade(&self.strands().scheduler));
-                self.query_overlap(hashes, receiver, target == Target::Any);
+                self.query_overlap(hashes, prepared.prompt_tokens(), receiver, target == Target::Any);
             }
             None => self.strands().scheduler.tell(SchedulerMsg::Decide(request)),
         }
@@ -310,8 +310,15 @@ impl Router {
     }
 
     /// Queries every shard, and the shared cache if present. The last one to respond forwards the collected overlaps.
-    pub(super) fn query_overlap(&self, hashes: &Arc<[BlockHash]>, receiver: OverlapReceiver, with_shared_cache: bool) {
-        let first = ReplyToken::open(0, OverlapContinuation::new(Arc::clone(hashes), receiver));
+    pub(super) fn query_overlap(
+        &self,
+        hashes: &Arc<[BlockHash]>,
+        prompt_tokens: u32,
+        receiver: OverlapReceiver,
+        with_shared_cache: bool,
+    ) {
+        let reusable_blocks = prompt_tokens.saturating_sub(1) / self.block_size().max(1);
+        let first = ReplyToken::open(0, OverlapContinuation::new(Arc::clone(hashes), reusable_blocks, receiver));
         if !hashes.is_empty() {
             if let Some(cache) = self.shared_cache().filter(|_| with_shared_cache) {
                 let (cache, meters) = (Arc::clone(cache), self.edge().meters.shared_cache.clone());

@@ -49,11 +49,16 @@ impl SourceState for Arc<SourceCell> {
 /// Continuation of an overlap query, with the prompt's block hashes.
 pub(crate) trait OverlapQuery: Continuation<RankOverlap> {
     fn hashes(&self) -> &Arc<[BlockHash]>;
+    fn reusable_blocks(&self) -> u32;
 }
 
 impl OverlapQueryToken for OverlapToken {
     fn hashes(&self) -> &[BlockHash] {
         self.continuation().hashes()
+    }
+
+    fn reusable_blocks(&self) -> u32 {
+        self.continuation().reusable_blocks()
     }
 
     fn extend(&self, overlaps: impl Iterator<Item = RankOverlap>) {

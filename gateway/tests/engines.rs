@@ -179,8 +179,6 @@ impl Account {
         self.blocks_compared += truth.len();
         assert!(truth.tier_len(StorageTier::HostPinned) > 0 || !fleet.has_host(), "{when}: the host holds nothing");
         self.compare_overlaps(fleet, &truth, when).await;
-        // The index does not know which prompts are whole, and a group may allow no hit before the last block.
-        let is_hybrid = fleet.format(0).dialect.beside_window_blocks() > 0;
         for n in fleet.numbers(PROBES) {
             let (request, predicted, delivered) = fleet.probe(n).await;
             let delivered = delivered - delivered % BLOCK_SIZE; // pages are smaller
@@ -188,9 +186,7 @@ impl Account {
             self.hits += u64::from(delivered > 0);
             if predicted == delivered {
                 self.as_predicted += 1;
-            } else if predicted > request.reusable_tokens() && delivered == request.reusable_tokens()
-                || is_hybrid && request.tokens.len().is_multiple_of(BLOCK_SIZE as usize)
-            {
+            } else if predicted > request.reusable_tokens() && delivered == request.reusable_tokens() {
                 self.whole_prompts += 1;
             } else {
                 println!("{when}: request {n} has {delivered} cached tokens, predicted were {predicted}");

@@ -19,12 +19,11 @@ use ahash::RandomState;
 use hashbrown::{HashMap, HashSet};
 use smallvec::SmallVec;
 
-use super::overlaps::End;
 use super::residence::{COPIES_MAX, Residence};
 use super::span::Stretch;
 use super::table::Spot;
 use super::tree::RunNode;
-use crate::protocol::{EngineHash, KvEvent, Slot, StorageTier};
+use crate::protocol::{EngineHash, KvEvent, Slot};
 
 /// The groups of one rank.
 #[derive(Debug)]
@@ -226,11 +225,5 @@ impl<'a> HeldPath<'a> {
             }
         }
         None
-    }
-
-    /// Position of the last of `blocks` blocks.
-    pub(super) fn end(&self, blocks: u32) -> Option<End> {
-        let piece = self.pieces.iter().rev().find(|piece| piece.depth < blocks)?;
-        Some(End { tier: StorageTier::Device, span: piece.span, offset: blocks - piece.depth - 1 })
     }
 }

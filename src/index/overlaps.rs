@@ -1,6 +1,6 @@
 //! Result of an index query: number of leading prompt blocks per rank.
 
-use crate::protocol::{EngineHash, Generation, Slot, StorageTier};
+use crate::protocol::{Generation, Slot, StorageTier};
 
 /// Overlap of one rank in its device tier.
 ///
@@ -77,21 +77,10 @@ impl Extension {
 pub struct Overlaps {
     pub(super) hits: Vec<Hit>,
     pub(super) extensions: Vec<Extension>,
-    pub(super) last_matched: Vec<EngineHash>,
     /// Blocks reached so far, by slot. All zero between queries.
     pub(super) reached: Vec<u32>,
-    /// End of each rank's hit, by slot. Undefined for slots without a hit.
-    pub(super) ends: Vec<End>,
     /// Extensions in the order of discovery, before they are summed.
     pub(super) steps: Vec<(Slot, StorageTier, u32)>,
-}
-
-/// Position of the last block of a rank's hit in its residence.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct End {
-    pub(super) tier: StorageTier,
-    pub(super) span: u32,
-    pub(super) offset: u32,
 }
 
 impl Overlaps {
@@ -105,13 +94,6 @@ impl Overlaps {
     #[must_use]
     pub fn extensions(&self) -> &[Extension] {
         &self.extensions
-    }
-
-    /// Per hit, the engine hash of the last block matched in any tier. Empty unless the query was
-    /// [`Index::overlaps_detailed`](super::Index::overlaps_detailed).
-    #[must_use]
-    pub fn last_matched(&self) -> &[EngineHash] {
-        &self.last_matched
     }
 
     /// Each hit with its extension; most extensions are zero.
@@ -130,7 +112,6 @@ impl Overlaps {
     pub(super) fn reset(&mut self, slots: usize) {
         self.hits.clear();
         self.extensions.clear();
-        self.last_matched.clear();
         self.steps.clear();
         debug_assert!(self.reached.iter().all(|&blocks| blocks == 0), "buffers are zero between queries");
         if self.reached.len() < slots {

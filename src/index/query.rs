@@ -3,63 +3,46 @@
 //! Results are in slot order. A query costs one step per rank and run on the path of the prompt, independent of the
 //! number of blocks in the runs.
 
-use std::mem::take;
-
-use super::overlaps::End;
 use super::tree::RunNode;
 use super::{BlockHash, Extension, Hit, Index, Overlaps};
-use crate::protocol::{Slot, StorageTier};
+use crate::protocol::StorageTier;
 
 impl Index {
     /// Finds every rank that holds leading blocks of a prompt, and their number. Replaces the content of `overlaps`;
     /// allocates only until its buffers have grown.
     pub fn overlaps(&self, hashes: &[BlockHash], overlaps: &mut Overlaps) {
-        self.find_overlaps(hashes, overlaps, |_, _| {});
+        self.reusable_overlaps(hashes, u32::MAX, overlaps);
     }
 
-    /// Like [`Index::overlaps`], and also returns the last matched engine hash of each rank. Costs about one additional
-    /// cache miss per rank.
-    pub fn overlaps_detailed(&self, hashes: &[BlockHash], overlaps: &mut Overlaps) {
-        let mut ends = take(&mut overlaps.ends);
-        ends.resize(ends.len().max(self.ranks.len()), End::default());
-        self.find_overlaps(hashes, overlaps, |slot, end| ends[slot.index()] = end);
-        let name = |hit: &Hit| {
-            let End { tier, span, offset } = ends[hit.slot.index()];
-            let residence = self.rank(hit.slot).residence(tier).expect("the hit ended in this tier");
-            residence.span(span).name(offset)
-        };
-        overlaps.last_matched.extend(overlaps.hits.iter().map(name));
-        overlaps.ends = ends;
-    }
-
-    /// Finds the overlaps. Calls `note` with each possible end of a rank's hit; the last call per slot is the end. With
-    /// a budget that is half used, stamps the matched runs.
-    fn find_overlaps(&self, hashes: &[BlockHash], overlaps: &mut Overlaps, note: impl FnMut(Slot, End)) {
+    /// Like [`Index::overlaps`], for an engine that reuses at most `reusable_blocks` of the prompt. Only ranks with cache
+    /// groups consider it: their next shorter hit may be much shorter. With a budget that is half used, stamps the matched
+    /// runs.
+    pub fn reusable_overlaps(&self, hashes: &[BlockHash], reusable_blocks: u32, overlaps: &mut Overlaps) {
         match self.budget.as_ref().filter(|budget| budget.is_filling) {
-            None => self.find_overlaps_with(hashes, overlaps, note, |_, _| {}),
+            None => self.find_overlaps(hashes, reusable_blocks, overlaps, |_, _| {}),
             Some(budget) => {
                 let now = budget.tick(self.runs());
-                self.find_overlaps_with(hashes, overlaps, note, |node, blocks| _ = node.stamp(now, blocks));
+                self.find_overlaps(hashes, reusable_blocks, overlaps, |node, blocks| _ = node.stamp(now, blocks));
             }
         }
     }
 
     /// Finds the overlaps. Calls `hit` with every matched run and the number of its blocks that agree with the prompt.
-    fn find_overlaps_with(
+    fn find_overlaps(
         &self,
         hashes: &[BlockHash],
+        reusable_blocks: u32,
         overlaps: &mut Overlaps,
-        mut note: impl FnMut(Slot, End),
         hit: impl Fn(&RunNode, u32),
     ) {
         overlaps.reset(self.ranks.len());
-        self.match_device(hashes, overlaps, &mut note, &hit);
+        self.match_device(hashes, overlaps, &hit);
         if !self.grouped.is_empty() {
-            self.restrict(hashes, overlaps, &mut note);
+            self.restrict(hashes, reusable_blocks, overlaps);
         }
         if self.lower.iter().any(Option::is_some) {
             for tier in [StorageTier::HostPinned, StorageTier::Disk, StorageTier::External] {
-                self.extend(tier, hashes, overlaps, &mut note, &hit);
+                self.extend(tier, hashes, overlaps, &hit);
             }
             self.sum_extensions(overlaps);
         }
@@ -70,13 +53,7 @@ impl Index {
 
     /// A rank takes part at a node if its reached depth equals the node's depth, so `reached` also serves as the set of
     /// active ranks.
-    fn match_device(
-        &self,
-        hashes: &[BlockHash],
-        overlaps: &mut Overlaps,
-        note: &mut impl FnMut(Slot, End),
-        hit: &impl Fn(&RunNode, u32),
-    ) {
+    fn match_device(&self, hashes: &[BlockHash], overlaps: &mut Overlaps, hit: &impl Fn(&RunNode, u32)) {
         let Overlaps { hits, reached, .. } = overlaps;
         self.device.walk(hashes, |node, agree| {
             let (mut any_matched, mut any_complete) = (false, false);
@@ -89,7 +66,6 @@ impl Index {
                 *reached += blocks;
                 any_matched = true;
                 any_complete |= blocks == agree;
-                note(holder.slot, End { tier: StorageTier::Device, span: holder.span, offset: blocks - 1 });
                 if node.depth == 0 {
                     let generation = self.generations[holder.slot.index()];
                     hits.push(Hit { slot: holder.slot, generation, device_blocks: 0 });
@@ -107,14 +83,7 @@ impl Index {
 
     /// Extends every rank by the blocks of `tier` from its reached depth. Follows the path to its end, because a rank
     /// with a deep hit in nearer tiers takes part only there.
-    fn extend(
-        &self,
-        tier: StorageTier,
-        hashes: &[BlockHash],
-        overlaps: &mut Overlaps,
-        note: &mut impl FnMut(Slot, End),
-        hit: &impl Fn(&RunNode, u32),
-    ) {
+    fn extend(&self, tier: StorageTier, hashes: &[BlockHash], overlaps: &mut Overlaps, hit: &impl Fn(&RunNode, u32)) {
         let Some(tree) = self.tree(tier) else { return };
         let Overlaps { reached, steps, .. } = overlaps;
         tree.walk(hashes, |node, agree| {
@@ -136,7 +105,6 @@ impl Index {
                 *reached += end - offset;
                 steps.push((holder.slot, tier, end - offset));
                 any_matched = true;
-                note(holder.slot, End { tier, span: holder.span, offset: end - 1 });
             }
             if any_matched {
                 hit(node, agree);

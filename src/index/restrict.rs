@@ -5,7 +5,6 @@ use std::num::NonZeroU32;
 use smallvec::SmallVec;
 
 use super::groups::HeldPath;
-use super::overlaps::End;
 use super::tree::RunNode;
 use super::{Applied, BlockHash, Index, Overlaps};
 use crate::protocol::{EngineHash, RepeatedStore, Slot, StorageTier, StoredBlock};
@@ -22,7 +21,7 @@ impl Index {
         // A hit may not be known after evictions from the index, and a copy that does not exist is never removed.
         let (is_evicted, (is_possible, is_certain)) = (rank.evicted_blocks > 0, {
             let nodes = self.nodes(&hashes);
-            let allowed = |blocks| self.allowed(slot, &nodes, blocks).0;
+            let allowed = |blocks| self.allowed(slot, &nodes, blocks);
             let is_possible = depth as usize == blocks.len() && allowed(depth) == depth;
             (is_possible, is_possible && depth > 1 && allowed(depth - 1) > 0)
         });
@@ -68,33 +67,31 @@ impl Index {
         }
     }
 
-    /// Shortens the hits in the device tier to the lengths that the groups allow, and removes those without a block.
-    /// Calls `note` with the end of each shortened hit.
-    pub(super) fn restrict(&self, hashes: &[BlockHash], overlaps: &mut Overlaps, mut note: impl FnMut(Slot, End)) {
+    /// Shortens the hits in the device tier to the lengths that the groups allow within the reusable blocks, and removes
+    /// those without a block.
+    pub(super) fn restrict(&self, hashes: &[BlockHash], reusable_blocks: u32, overlaps: &mut Overlaps) {
         let Overlaps { hits, reached, .. } = overlaps;
         let deepest = self.grouped.iter().map(|slot| reached[slot.index()]).max().unwrap_or(0);
         let nodes = self.nodes(&hashes[..deepest as usize]);
         for &slot in &self.grouped {
             let reached = &mut reached[slot.index()];
-            let (allowed, end) = self.allowed(slot, &nodes, *reached);
+            let allowed = self.allowed(slot, &nodes, reusable_blocks.min(*reached));
             if allowed == *reached {
                 continue;
             }
             *reached = allowed;
             let at = hits.binary_search_by_key(&slot, |hit| hit.slot).expect("a rank with leading blocks has a hit");
             hits[at].device_blocks = allowed;
-            end.into_iter().for_each(|end| note(slot, end));
         }
         hits.retain(|hit| hit.device_blocks > 0);
     }
 
-    /// The longest hit of a rank within its leading `blocks` blocks on the nodes of a path, and its end.
-    fn allowed(&self, slot: Slot, nodes: &[&RunNode], blocks: u32) -> (u32, Option<End>) {
+    /// The longest hit of a rank within its leading `blocks` blocks on the nodes of a path.
+    fn allowed(&self, slot: Slot, nodes: &[&RunNode], blocks: u32) -> u32 {
         let rank = self.rank(slot);
         let device = rank.residence(StorageTier::Device).expect("every rank has a device residence");
         let path = HeldPath::new(device, slot, nodes, blocks);
-        let allowed = rank.groups.as_ref().map_or(blocks, |groups| groups.longest(&path, blocks));
-        (allowed, path.end(allowed))
+        rank.groups.as_ref().map_or(blocks, |groups| groups.longest(&path, blocks))
     }
 
     /// The nodes of the device tier on the path of a prompt.

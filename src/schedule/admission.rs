@@ -380,6 +380,7 @@ impl<T> Schedule<T> {
     /// Queries the index again for requests with aged overlaps.
     pub(super) fn refresh_overlaps(&mut self, effects: &mut VecDeque<Effect<T>>) {
         let Some(after) = self.overlap_refresh_after else { return };
+        let pool = self.active.settings.pool;
         for _ in 0..REFRESHES_MAX {
             let Some((since, booking)) = self.overlap_ages.first().copied() else { return };
             if self.pool.now < since + after {
@@ -392,7 +393,8 @@ impl<T> Schedule<T> {
             // A lost reply is requested again after the same time.
             pending.overlaps_at = Some(self.pool.now);
             self.overlap_ages.insert((self.pool.now, booking));
-            effects.push_back(Effect::Refresh { booking, block_hashes });
+            let reusable_blocks = pool.reusable_tokens(pending.request.prompt_tokens) / pool.block_size;
+            effects.push_back(Effect::Refresh { booking, block_hashes, reusable_blocks });
         }
     }
 

@@ -192,6 +192,8 @@ pub enum Effect<T> {
         booking: BookingId,
         /// Block hashes.
         block_hashes: Arc<[BlockHash]>,
+        /// Number of these blocks that an engine can take from its cache.
+        reusable_blocks: u32,
     },
     /// Publish typical values of the pool.
     PublishTypical {

@@ -123,6 +123,8 @@ pub enum ShardMsg<Q, P, S> {
 pub trait OverlapQueryToken {
     /// Block hashes of the prompt.
     fn hashes(&self) -> &[BlockHash];
+    /// Number of leading blocks that an engine can take from its cache; it computes at least the last token.
+    fn reusable_blocks(&self) -> u32;
     /// Adds overlaps of the prompt with ranks.
     fn extend(&self, overlaps: impl Iterator<Item = RankOverlap>);
 }
@@ -316,7 +318,7 @@ impl<S: SourceState> ShardShell<S> {
         if self.index.has_proven() {
             self.index.expire_proven(time.now());
         }
-        self.index.overlaps(query.hashes(), &mut self.found);
+        self.index.reusable_overlaps(query.hashes(), query.reusable_blocks(), &mut self.found);
         if let Some(speculative) = &mut self.speculative {
             speculative.expire(time.now());
             speculative.merge_into(query.hashes(), &mut self.found);

@@ -343,7 +343,7 @@ impl SimulatedFleet {
                 }
                 return;
             }
-            Effect::Refresh { booking, block_hashes } => {
+            Effect::Refresh { booking, block_hashes, .. } => {
                 return self.refreshes.push((booking, block_hashes.len()));
             }
             Effect::PublishTypical { speed, rate } => return self.loads.publish_typical(&speed, rate, self.now),

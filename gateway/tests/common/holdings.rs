@@ -190,7 +190,8 @@ impl Chains {
         if let Some((window, held)) = self.beside.get(&rank) {
             let allows =
                 |end: &usize| names[end.saturating_sub(*window as usize)..*end].iter().all(|name| held.contains(name));
-            counts[0] = (0..=names.len()).rev().find(allows).expect("no block is always a hit") as u32;
+            let reusable = names.len().min((request.reusable_tokens() / BLOCK_SIZE) as usize);
+            counts[0] = (0..=reusable).rev().find(allows).expect("no block is always a hit") as u32;
         }
         (counts[0], counts[1])
     }

@@ -222,7 +222,7 @@ impl Gateway {
                     self.send(Actor::Scheduler, *to, Letter::sequence(msg), around);
                 }
             }
-            Effect::Refresh { booking, block_hashes } => {
+            Effect::Refresh { booking, block_hashes, .. } => {
                 let join = Rc::new(OverlapJoin {
                     hashes: block_hashes,
                     prompt: None,

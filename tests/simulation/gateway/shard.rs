@@ -65,6 +65,10 @@ impl OverlapQueryToken for OverlapQuery {
         &self.0.hashes
     }
 
+    fn reusable_blocks(&self) -> u32 {
+        u32::MAX
+    }
+
     fn extend(&self, overlaps: impl Iterator<Item = RankOverlap>) {
         self.1.borrow_mut().extend(overlaps);
     }
