@@ -352,6 +352,31 @@ mod hashes_and_tokens {
         assert_eq!((hashes(&events).len(), found(&report)), (1, vec![(Finding::BadToken, 1)]));
     }
 
+    /// vLLM 0.33 publishes the token behind each block, which its hash includes, in a field of its own.
+    #[test]
+    fn tokens_behind_the_blocks_complete_the_pairs_of_vllm() {
+        let tokens: Vec<u32> = (100..108).collect();
+        let ahead = |parent, names: &[u64], tokens: &[u32], ahead: Msg| {
+            store(names.iter().copied(), parent, tokens, [("lookahead_token_ids", ahead)])
+        };
+        let both: Msg = [[104_u64], [500]].into();
+        let mut decoder = Decoder::new(WireConfig { is_eagle: true, ..config() });
+        let (events, report) = next(&mut decoder, [ahead(None, &[11, 12], &tokens, both.clone())]);
+        assert!(report.findings.is_empty());
+        let pairs = |last: &[u32]| pairs_of(&[&tokens, last].concat());
+        let (expected, _) = next(&mut decoder, [eagle_store(&[11, 12], pairs(&[500]))]);
+        assert_eq!(events, expected);
+        let (events, _) = next(&mut decoder, [ahead(Some(11), &[13], &tokens[4..], [[600_u64]].into())]);
+        let (expected, _) = next(&mut decoder, [eagle_store(&[11, 13], pairs(&[600]))]);
+        assert_eq!(hashes(&events)[..], hashes(&expected)[1..]);
+        for unusable in [Msg::Nil, Msg::Array(Vec::new()), [0_u64].into(), [Msg::Nil].into()] {
+            let (events, report) = next(&mut decoder, [ahead(None, &[11, 12], &tokens, unusable)]);
+            assert_eq!((events.len(), found(&report)), (0, vec![(Finding::Eagle, 1)]));
+        }
+        let (events, _) = next(&mut super::decoder(), [ahead(None, &[11, 12], &tokens, both)]);
+        assert_eq!(hashes(&events), requested(&tokens, None, None));
+    }
+
     #[test]
     fn token_ids_in_a_pool_of_pairs_are_reported() {
         let mut decoder = Decoder::new(WireConfig { is_eagle: true, ..config() });

@@ -147,6 +147,9 @@ impl Decoder {
         let mut event = WireEvent::new();
         match event.read(cursor, &self.config.limits, &mut self.lists) {
             Ok(()) => {
+                if self.config.is_eagle && event.token_form == TokenForm::Ids {
+                    self.complete_pairs(&mut event);
+                }
                 if is_local(&event).is_ok() && self.groups.learn(&event, self.config.block_size) {
                     // The blocks of the substitute are not those of the main group.
                     self.clear_tier(StorageTier::Device);
@@ -169,6 +172,15 @@ impl Decoder {
             }
         }
         Ok(())
+    }
+
+    /// Adds the token behind the last block to those of the blocks, which then are as complete as pairs.
+    #[cold]
+    fn complete_pairs(&mut self, event: &mut WireEvent<'_>) {
+        if let Some(token) = event.next_token(&self.config.limits).filter(|_| !event.has_bad_token) {
+            self.lists.tokens.push(token);
+            event.token_form = TokenForm::Pairs;
+        }
     }
 
     /// Counts an event that could not be read. A lost removal or clear leaves no stale blocks.

@@ -37,6 +37,7 @@ enum EventField {
     ParentBlockHash,
     TokenIds,
     BlockSize,
+    Lookahead,
     LoraId,
     LoraName,
     CacheSalt,
@@ -58,6 +59,7 @@ impl EventField {
             b"parent_block_hash" => Self::ParentBlockHash,
             b"token_ids" => Self::TokenIds,
             b"block_size" => Self::BlockSize,
+            b"lookahead_token_ids" => Self::Lookahead,
             b"lora_id" => Self::LoraId,
             b"lora_name" => Self::LoraName,
             b"cache_salt" => Self::CacheSalt,
@@ -99,7 +101,7 @@ impl EventField {
             Self::Medium => tag != Tag::Ignored,
             Self::BlockHashes | Self::GroupIdx | Self::SpecKind => matches!(tag, Tag::Stored | Tag::Removed),
             Self::ParentBlockHash | Self::TokenIds | Self::BlockSize | Self::SpecWindow => tag == Tag::Stored,
-            Self::LoraId | Self::LoraName | Self::CacheSalt | Self::ExtraKeys => tag == Tag::Stored,
+            Self::Lookahead | Self::LoraId | Self::LoraName | Self::CacheSalt | Self::ExtraKeys => tag == Tag::Stored,
             Self::Other => true,
         }
     }
@@ -161,6 +163,8 @@ pub(super) struct WireEvent<'a> {
     pub(super) parent: Option<u64>,
     pub(super) token_form: TokenForm,
     pub(super) block_size: Option<u64>,
+    /// The tokens behind each block.
+    lookahead: Option<Cursor<'a>>,
     /// Any item; ignored if `lora_name` is set.
     pub(super) lora_id: Option<Cursor<'a>>,
     pub(super) lora_name: Option<&'a str>,
@@ -191,6 +195,7 @@ impl<'a> WireEvent<'a> {
             parent: None,
             token_form: TokenForm::None,
             block_size: None,
+            lookahead: None,
             lora_id: None,
             lora_name: None,
             cache_salt: None,
@@ -232,6 +237,15 @@ impl<'a> WireEvent<'a> {
             Tag::Cleared | Tag::Ignored => true,
         };
         if is_complete { Ok(()) } else { Err(Finding::WrongShape) }
+    }
+
+    /// The token behind the last block, which vLLM publishes apart from those of the blocks if it hashes EAGLE pairs.
+    pub(super) fn next_token(&self, limits: &DecoderLimits) -> Option<u32> {
+        let mut cursor = self.lookahead?;
+        let MsgpackItem::Array(blocks @ 1..) = cursor.item().ok()? else { return None };
+        cursor.pass(u64::from(blocks - 1), limits.nesting_max).ok()?;
+        let MsgpackItem::Array(1..) = cursor.item().ok()? else { return None };
+        token(cursor.item().ok()?)
     }
 
     /// The fields of an unreadable removal at `cursor` that decide which blocks it is about. `None` if they are unreadable,
@@ -344,6 +358,7 @@ impl<'a> WireEvent<'a> {
             }
             EventField::TokenIds => self.read_tokens(cursor, limits, &mut lists.tokens)?,
             EventField::BlockSize => self.block_size = optional(cursor, number)?,
+            EventField::Lookahead => self.lookahead = deferred(cursor, limits)?,
             EventField::LoraId => self.lora_id = deferred(cursor, limits)?,
             EventField::LoraName => self.lora_name = optional(cursor, text)?,
             EventField::CacheSalt => self.cache_salt = optional(cursor, text)?,
