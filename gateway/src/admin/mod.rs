@@ -173,26 +173,3 @@ fn wrong_method() -> ApiError {
     let (status, kind) = (StatusCode::METHOD_NOT_ALLOWED, ErrorType::InvalidRequest);
     error(status, kind, "method_not_allowed", "this path does not support this method")
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn ambiguous_paths_are_rejected() {
-        let refused = |uri: &str| refused_address(&uri.parse().expect("a URI")).map(|error| error.code);
-        for (uri, expected) in [
-            ("/admin/models", None),
-            ("/ready?model=m", None),
-            ("/admin/models?token=x", Some("unknown_query")),
-            ("/admin?", Some("unknown_query")),
-            ("/v1/index/overlaps?model=m", Some("unknown_query")),
-            ("/v1/index/dump?model=m", None),
-            ("http://gateway/admin/models", Some("not_found")),
-            ("gateway:8081", Some("not_found")),
-            (&format!("/admin/models/{}", "x".repeat(PATH_BYTES_MAX)), Some("not_found")),
-        ] {
-            assert_eq!(refused(uri), expected, "{uri}");
-        }
-    }
-}

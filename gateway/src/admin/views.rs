@@ -171,24 +171,3 @@ pub(super) fn worker_ids_as_text(value: &mut Value) {
         Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) => {}
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn only_worker_ids_become_text() {
-        let mut value = json!({
-            "chosen": { "worker": u64::MAX, "rank": 1 },
-            "ranks": [{ "rank": { "worker": 7, "rank": 0 }, "workers": 3 }],
-            "worker": null,
-        });
-        worker_ids_as_text(&mut value);
-        let expected = json!({
-            "chosen": { "worker": "18446744073709551615", "rank": 1 },
-            "ranks": [{ "rank": { "worker": "7", "rank": 0 }, "workers": 3 }],
-            "worker": null,
-        });
-        assert_eq!(value, expected);
-    }
-}

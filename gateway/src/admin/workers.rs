@@ -276,36 +276,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn invalid_endpoints_are_rejected() {
-        let refused = |change: fn(&mut WorkerConfig)| {
-            let mut config = WorkerConfig::at("http://e:1");
-            change(&mut config);
-            reachable(config).expect_err("rejected").message
-        };
-        for (message, rule) in [
-            (refused(|c| c.endpoint = String::new()), "http:// or https://"),
-            (refused(|c| c.endpoint = "e:8000".to_owned()), "http:// or https://"),
-            (refused(|c| c.endpoint = "file:///etc/passwd".to_owned()), "http:// or https://"),
-            (refused(|c| c.endpoint = "https://me:pw@e".to_owned()), "no user or password"),
-            (refused(|c| c.endpoint = "http://e/?a=b".to_owned()), "no query"),
-            (refused(|c| c.endpoint = "http://e/#a".to_owned()), "no fragment"),
-            (refused(|c| c.endpoint = "http://e\r\nx: y".to_owned()), "visible"),
-            (refused(|c| c.endpoint = "https://:443".to_owned()), "its host"),
-            (refused(|c| c.health_path = "/x\r\nhost: y".to_owned()), "visible"),
-            (refused(|c| c.load = Some(LoadSource::Metrics("ftp://e".to_owned()))), "must be http"),
-        ] {
-            assert!(message.contains(rule), "{message}");
-        }
-        let taken = WorkerConfig {
-            load: Some(LoadSource::Socket("tcp://*:5600".to_owned())),
-            ..WorkerConfig::at("https://e:8000/engine")
-        };
-        let reached = reachable(taken).expect("an address");
-        assert_eq!(reached.endpoint, "https://e:8000/engine");
-        assert_eq!(reached.load, Some(LoadSource::Socket("tcp://e:5600".to_owned())));
-    }
-
-    #[test]
     fn key_files_are_those_of_the_settings_or_of_the_worker() {
         let mut settings = Settings::default();
         settings.gateway.worker_api_key_file = Some("/etc/key".into());

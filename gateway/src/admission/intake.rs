@@ -254,44 +254,22 @@ pub(crate) async fn discard(mut body: Body, Limits { bytes_max, expects_continue
 
 #[cfg(test)]
 mod tests {
+    use std::convert::Infallible;
     use std::io::Write as _;
 
     use axum::http::StatusCode;
-    use pieces::chunks;
     use ruzstd::encoding::{CompressionLevel, compress_to_vec};
+    use tokio_stream::StreamExt as _;
 
     use super::*;
 
-    /// Bodies in several frames.
-    mod pieces {
-        use std::collections::VecDeque;
-        use std::convert::Infallible;
-        use std::pin::Pin;
-        use std::task::{Context, Poll};
-
-        use axum::body::{Body, Bytes};
-        use http_body::Frame;
-
-        struct Chunks(VecDeque<&'static str>);
-
-        impl http_body::Body for Chunks {
-            type Data = Bytes;
-            type Error = Infallible;
-
-            fn poll_frame(
-                mut self: Pin<&mut Self>,
-                _: &mut Context<'_>,
-            ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
-                if self.0.front() == Some(&"silence") {
-                    return Poll::Pending;
-                }
-                let chunk = self.0.pop_front();
-                Poll::Ready(chunk.map(|chunk| Ok(Frame::data(Bytes::from_static(chunk.as_bytes())))))
-            }
-        }
-
-        pub(crate) fn chunks(chunks: &[&'static str]) -> Body {
-            Body::new(Chunks(chunks.iter().copied().collect()))
+    /// A body in several frames. It has no end after the frame `silence`.
+    fn chunks(chunks: &[&'static str]) -> Body {
+        let frames = chunks.iter().filter(|chunk| **chunk != "silence").map(|chunk| Ok::<_, Infallible>(*chunk));
+        let frames = tokio_stream::iter(frames.collect::<Vec<_>>());
+        match chunks.last() {
+            Some(&"silence") => Body::from_stream(frames.chain(tokio_stream::pending())),
+            _ => Body::from_stream(frames),
         }
     }
 

@@ -214,36 +214,4 @@ mod tests {
         }
         assert_eq!(duration_text(Duration::from_nanos(1)), "1ms", "never less than the time");
     }
-
-    fn quota(limits: QuotaLimits) -> Arc<TenantQuota> {
-        Arc::new(TenantQuota::new(0, "acme", limits, QuotaLimits::default()))
-    }
-
-    fn shown(headers: &[(HeaderName, HeaderValue)], name: &str) -> String {
-        let value = headers.iter().find(|(known, _)| known == name).expect("a header");
-        value.1.to_str().expect("text").to_owned()
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn a_lease_settles_its_tokens_at_its_end() {
-        let limits =
-            QuotaLimits { requests_per_minute: Some(2), tokens_per_minute: Some(1_000), ..QuotaLimits::default() };
-        let quota = quota(limits);
-        let remaining = |lease: &QuotaLease| shown(&lease.headers(), TOKEN_HEADERS[1]);
-        let mut lease = quota.admit([1; 32]).expect("unused");
-        lease.charge(None, 1_201, None).expect("301 tokens");
-        assert_eq!((remaining(&lease), shown(&lease.headers(), TOKEN_HEADERS[2])), ("699".into(), "18.06s".into()));
-        lease.settle(Some(TokenUse { prompt: Some(250), cached: 200, completion: 150 }));
-        assert_eq!(remaining(&lease), "600");
-        let mut long = quota.admit([1; 32]).expect("one request is left");
-        let error = long.charge(Some(700), 0, None).expect_err("600 tokens are left");
-        assert_eq!((error.status.as_u16(), error.code, error.retry_after_s), (429, "rate_limit_exceeded", Some(6)));
-        assert_eq!(shown(&error.headers, REQUEST_HEADERS[0]), "2");
-        drop(long);
-        let last = quota.admit([1; 32]).expect("a rejected request counts as none");
-        drop(last);
-        let error = quota.admit([1; 32]).err().expect("two requests are used");
-        assert_eq!((error.code, error.retry_after_s), ("rate_limit_exceeded", Some(30)));
-        assert_eq!(remaining(&lease), "600", "requests without work cost no tokens");
-    }
 }

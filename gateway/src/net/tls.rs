@@ -155,12 +155,6 @@ mod tests {
     }
 
     #[test]
-    fn a_chain_and_its_key_are_accepted() {
-        let config = server(&data("test-only.crt"), &data("test-only.key")).expect("valid certificate and key");
-        assert_eq!(config.alpn_protocols, [b"h2".as_slice(), b"http/1.1"]);
-    }
-
-    #[test]
     fn unusable_files_are_rejected_by_name() {
         let refused =
             |certificate: &str, key: &str| server(&data(certificate), &data(key)).expect_err("rejected").to_string();

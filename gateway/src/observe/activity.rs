@@ -282,19 +282,4 @@ mod tests {
         assert!((rates.requests_per_second - 1.0).abs() < 0.01, "{rates:?}");
         assert_eq!((rates.error_share, rates.ttft_seconds), (Some(0.1), Some(0.2)));
     }
-
-    #[tokio::test(start_paused = true)]
-    async fn pauses_are_points_without_requests() {
-        let activity = Activity::new();
-        activity.ended(&Ended { is_error: false, itl: None });
-        advance(Duration::from_secs(30)).await;
-        activity.ended(&Ended { is_error: true, itl: None });
-        let (rates, course) = activity.course();
-        assert_eq!(course.requests, [1, 0, 0, 0, 0, 0, 1]);
-        assert_eq!((course.ttft_ms[0], rates.error_share, rates.itl_seconds), (None, Some(1.0), None));
-        advance(Duration::from_secs(3_600)).await;
-        let (rates, course) = activity.course();
-        assert_eq!((rates.requests_per_second, rates.error_share), (0.0, None));
-        assert_eq!(course.requests, [0; POINTS_MAX as usize]);
-    }
 }

@@ -281,10 +281,6 @@ mod tests {
         })
     }
 
-    fn broken() -> TokenizeError {
-        TokenizeError::Upstream(UpstreamError::Broken(String::new()))
-    }
-
     /// Result and queried workers if `a` is the first of `names`; `of_a` is the behavior of `a`.
     async fn first_a<Response: Future<Output = Result<u32, TokenizeError>>>(
         names: &'static [&'static str],
@@ -298,21 +294,6 @@ mod tests {
             });
         let response = response.await;
         (response, queried.into_inner())
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn after_a_failure_one_other_worker_is_queried() {
-        let (response, queried) = first_a(&["a", "b", "c"], async || Err(broken())).await;
-        assert_eq!((response.unwrap(), queried), (7, vec!["a".to_owned(), "b".to_owned()]));
-        let (response, queried) = first_a(&["a"], async || Err(broken())).await;
-        assert!(response.is_err() && queried == ["a"]);
-        let refusal = async || Err(TokenizeError::Upstream(UpstreamError::Status(StatusCode::BAD_REQUEST)));
-        let (response, queried) = first_a(&["a", "b"], refusal).await;
-        assert!(response.is_err() && queried == ["a"]);
-        let (two, breakers) = (workers(&["a", "b"]), WorkerBreakers::default());
-        let failing =
-            with_fallback(&two, &breakers, "a".to_owned(), Instant::now() + PAUSE, async |_| Err::<u32, _>(broken()));
-        assert!(failing.await.is_err());
     }
 
     #[tokio::test(start_paused = true)]

@@ -66,24 +66,3 @@ impl PromptTokenizer {
         }
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn texts_and_conversations_have_tokens_and_others_a_reason() {
-        let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tokens/tokenizer.json");
-        let tokenizer = PromptTokenizer::load(&file, None).expect("the files of the tests");
-        let chat = |content: &str| {
-            let message = format!(r#"{{"role": "user", "content": {content}}}"#);
-            tokenizer.chat(format!(r#"{{"messages": [{message}]}}"#))
-        };
-        let (text, rendered) = (tokenizer.text("Hello").expect("a text"), chat(r#""Hello""#).expect("a conversation"));
-        assert!(!text.is_empty() && rendered.len() > text.len(), "{text:?} {rendered:?}");
-        let image = r#"[{"type": "image_url", "image_url": {"url": "http://a/b.png"}}]"#;
-        assert_eq!(chat(image), Err(NoTokensError::Unknown("multimodal")));
-        let invalid = tokenizer.chat("{}".to_owned()).expect_err("no messages").to_string();
-        assert!(invalid.contains("messages"), "{invalid}");
-    }
-}

@@ -255,7 +255,6 @@ fn printable(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::formats::live::{ClassState, CourseState, EngineState, EventsState};
 
     const PLAIN: View<'static> = View { has_colours: false, width: 140, ranks_max: 20, model: None };
 
@@ -265,72 +264,32 @@ mod tests {
         frame
     }
 
+    const RANK: &str = r#"{"name":"","worker":"11681654896278826351","rank":0,"endpoint":"http://e","level":"ok",
+        "status":"serving","problems":[],"active_requests":3,"prefill_tokens":4096,"prefill_wait_seconds":1.25,
+        "active_blocks":70,"total_blocks":null,"held_blocks":900,
+        "hits":{"seconds":null,"placements":0,"prompt_tokens":100,"predicted_tokens":75,"delivered_tokens":50},
+        "engine":{"running":2,"waiting":null,"kv_usage":0.5,"age_seconds":0.1,"is_stale":false},
+        "events":{"state":"live","is_connected":true,"messages":9,"message_age_seconds":null}}"#;
+
+    const SNAPSHOT: &str = r#"{"version":"0","at_unix_ms":0,"number":1,"level":"ok","sentence":"All 3 ranks serve.","models":[{
+        "name":"m","role":"aggregated","policy":"latency","block_size":16,"level":"ok","sentence":"All 3 ranks serve.",
+        "leases":7,"ranks_registered":3,"ranks_eligible":3,"ranks":[],
+        "rates":{"requests_per_second":12.34,"error_share":null,"ttft_seconds":0.1234,"itl_seconds":null},
+        "course":{"point_seconds":0,"requests":[],"errors":[],"ttft_ms":[],"itl_ms":[]},
+        "hits":{"seconds":null,"placements":0,"prompt_tokens":0,"predicted_tokens":0,"delivered_tokens":0},
+        "queue":[{"class":"default","requests":4,"tokens":9,"oldest_age_seconds":0.5}],
+        "replicas":[],"decisions":[],"shadows":[],"legs":null}]}"#;
+
     fn rank(worker: &str, level: Level) -> RankState {
-        RankState {
-            name: format!("10.0.0.{worker}:8000/0"),
-            worker: "11681654896278826351".to_owned(),
-            rank: 0,
-            endpoint: "http://e".to_owned(),
-            level,
-            status: "serving".to_owned(),
-            problems: if level == Level::Ok {
-                Vec::new()
-            } else {
-                vec!["KV events cold: the first event is missing".to_owned()]
-            },
-            active_requests: 3,
-            prefill_tokens: 4_096,
-            prefill_wait_seconds: 1.25,
-            active_blocks: 70,
-            total_blocks: None,
-            held_blocks: 900,
-            hits: HitsState { prompt_tokens: 100, predicted_tokens: 75, delivered_tokens: 50, ..HitsState::default() },
-            engine: Some(EngineState {
-                running: Some(2),
-                waiting: None,
-                kv_usage: Some(0.5),
-                age_seconds: 0.1,
-                is_stale: false,
-            }),
-            events: Some(EventsState {
-                state: "live".to_owned(),
-                is_connected: true,
-                messages: 9,
-                message_age_seconds: None,
-            }),
-        }
+        let rank: RankState = serde_json::from_str(RANK).expect("a rank");
+        let problem = (level != Level::Ok).then(|| "KV events cold: the first event is missing".to_owned());
+        RankState { name: format!("10.0.0.{worker}:8000/0"), level, problems: problem.into_iter().collect(), ..rank }
     }
 
     fn snapshot(ranks: Vec<RankState>) -> LiveSnapshot {
-        let class = ClassState { class: "default".to_owned(), requests: 4, tokens: 9, oldest_age_seconds: Some(0.5) };
-        let model = ModelState {
-            name: "m".to_owned(),
-            role: "aggregated".to_owned(),
-            policy: "latency".to_owned(),
-            block_size: 16,
-            level: Level::Ok,
-            sentence: "All 3 ranks serve.".to_owned(),
-            leases: 7,
-            ranks_registered: 3,
-            ranks_eligible: 3,
-            ranks,
-            rates: RatesState { requests_per_second: 12.34, ttft_seconds: Some(0.1234), ..RatesState::default() },
-            course: CourseState::default(),
-            hits: HitsState::default(),
-            queue: vec![class],
-            replicas: Vec::new(),
-            decisions: Vec::new(),
-            shadows: Vec::new(),
-            legs: None,
-        };
-        LiveSnapshot {
-            version: "0".to_owned(),
-            at_unix_ms: 0,
-            number: 1,
-            level: Level::Ok,
-            sentence: "All 3 ranks serve.".to_owned(),
-            models: vec![model],
-        }
+        let mut snapshot: LiveSnapshot = serde_json::from_str(SNAPSHOT).expect("a snapshot");
+        snapshot.models[0].ranks = ranks;
+        snapshot
     }
 
     #[test]

@@ -64,15 +64,4 @@ mod tests {
             !same("127.0.0.1:80", "127.0.0.1:81") && !same("[::]:80", "127.0.0.1:80") && !same("[::]:80", "[::]:81")
         );
     }
-
-    #[tokio::test]
-    async fn a_socket_is_used_by_the_listener_with_its_address() {
-        let socket = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
-        let address = socket.local_addr().expect("bound");
-        let mut passed = PassedSockets(vec![(address, socket)]);
-        assert!(passed.take(SocketAddr::from(([127, 0, 0, 2], address.port()))).is_none());
-        let listener = passed.take(address).expect("passed").expect("usable");
-        let (client, accepted) = tokio::join!(tokio::net::TcpStream::connect(address), listener.accept());
-        assert!(client.is_ok() && accepted.is_ok() && passed.take(address).is_none());
-    }
 }

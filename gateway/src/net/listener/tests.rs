@@ -78,28 +78,6 @@ async fn rest(stream: &mut (impl AsyncRead + Unpin)) -> String {
 }
 
 #[tokio::test]
-async fn connections_above_the_limit_wait() {
-    let go = Arc::default();
-    let listener = start(ListenerOptions { connections_max: 2, ..options("full") }, &go).await;
-    let mut held = [connect(&listener).await, connect(&listener).await];
-    for stream in &mut held {
-        send(stream, "/hang").await;
-    }
-    let mut third = connect(&listener).await;
-    send(&mut third, "/").await;
-    // It is polled first and completes after a later one has ended.
-    let mut peeked = [0];
-    assert!(timeout(Duration::from_millis(50), third.peek(&mut peeked)).await.is_err());
-    for stream in &mut held {
-        go.notify_one();
-        answer(stream, "done").await;
-    }
-    drop(held);
-    let own = third.local_addr().expect("local address").to_string();
-    assert!(answer(&mut third, &own).await.contains("200 OK"));
-}
-
-#[tokio::test]
 async fn overflow_routes_serve_connections_above_the_limit() {
     let go = Arc::default();
     let routes = Router::new().route("/live", get(async || "live")).fallback(async || "too many");

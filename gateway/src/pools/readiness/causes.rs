@@ -171,7 +171,6 @@ fn without_addresses(text: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use pointsman::StreamState;
     use pointsman::protocol::WorkerConfig;
 
     use super::*;
@@ -211,37 +210,5 @@ mod tests {
             of_unreported(&[worker(1, &["load"]), worker(2, &[]), worker(3, &["load", "KV cache size"])]),
             ["2 of 3 workers do not report KV cache size, load: /metrics: response status is 404, must be 200"]
         );
-    }
-
-    #[test]
-    fn workers_without_usable_events_are_counted() {
-        let worker = |n| WorkerEntry {
-            worker: WorkerId(n),
-            config: WorkerConfig::at("http://e"),
-            ranks: Vec::new(),
-            draining: false,
-            cordoned: false,
-        };
-        let text = of_unread(&[worker(1), worker(2)]).expect("workers without events");
-        assert!(text.starts_with("2 of 2 ranks have no KV event endpoint"), "{text}");
-        assert_eq!(of_unread(&[]), None);
-        let source = |n, reason: Option<&str>| KvSourceStatus {
-            rank: WorkerRank::new(WorkerId(n), 0),
-            endpoint: "tcp://10.0.0.7:5557".to_owned(),
-            connected: true,
-            caught_up: false,
-            state: if reason.is_some() { StreamState::Mismatched } else { StreamState::Live },
-            reason: reason.map(str::to_owned),
-            unused: None,
-            last_error: None,
-            applied: None,
-            messages: 0,
-            message_age: None,
-            restore: None,
-            audit: None,
-        };
-        let wrong = "the engine's block size is 32, the pool's is 64";
-        let text = of_sources(vec![source(1, Some(wrong)), source(2, None), source(3, Some(wrong))]);
-        assert_eq!(text, [format!("KV events of 2 ranks mismatched: {wrong}")]);
     }
 }

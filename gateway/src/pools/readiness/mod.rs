@@ -225,8 +225,6 @@ async fn ready(State(pools): State<Arc<Pools>>, query: Result<Query<ReadyQuery>,
 
 #[cfg(test)]
 mod tests {
-    use pointsman::protocol::{WorkerId, WorkerRank};
-
     use super::*;
 
     #[test]
@@ -296,29 +294,6 @@ mod tests {
             Ranks { cold: 1, unknown: 1, was_warm: true, ..good.clone() },
         ] {
             assert!(!not.is_warm(), "{not:?}");
-        }
-    }
-
-    #[test]
-    fn silent_engines_with_a_complete_stream_are_known() {
-        let source = |caught_up, state| KvSourceStatus {
-            rank: WorkerRank::new(WorkerId(1), 0),
-            endpoint: String::new(),
-            connected: caught_up,
-            caught_up,
-            state,
-            reason: None,
-            unused: None,
-            last_error: None,
-            applied: None,
-            messages: 0,
-            message_age: None,
-            restore: None,
-            audit: None,
-        };
-        assert!(is_known(&source(true, StreamState::Silent)) && is_known(&source(false, StreamState::Live)));
-        for state in [StreamState::Recovering, StreamState::Cold, StreamState::Mismatched, StreamState::Silent] {
-            assert!(!is_known(&source(false, state)), "{state:?}");
         }
     }
 }

@@ -116,11 +116,4 @@ mod tests {
         let left = drained(&outbox);
         assert_eq!((left.len(), &left[0][..], left[1].len()), (2, &b"request"[..], BYTES_MAX + 1));
     }
-
-    #[tokio::test]
-    async fn a_receiver_waits_for_the_next_frame() {
-        let outbox = Outbox::default();
-        let (frame, dropped) = tokio::join!(outbox.next(), async { push(&outbox, Bytes::from_static(b"x")) });
-        assert_eq!((&frame[..], dropped), (&b"x"[..], 0));
-    }
 }

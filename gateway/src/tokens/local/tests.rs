@@ -208,37 +208,9 @@ fn tokenizers_without_cut_points_are_uncached() {
 
 /// Pieces of conversations: all kinds of text, special tokens and parts of them.
 fn piece() -> impl Strategy<Value = String> {
-    const FIXED: [&str; 28] = [
-        "<|im_start|>",
-        "<|im_end|>",
-        "<|eot_id|>",
-        "<|begin_of_text|>",
-        "<tool_call>",
-        "</tool_call>",
-        "<s>",
-        "</s>",
-        "<|im_",
-        "end|>",
-        "<",
-        "|>",
-        " ",
-        "  ",
-        "\n",
-        "\r\n",
-        "\t",
-        "'s",
-        "user\n",
-        "Hello world",
-        " 12345",
-        "é",
-        "e\u{301}",
-        "東京",
-        "🙂",
-        "▁",
-        "\u{0}",
-        "\u{2028}",
-    ];
-    prop_oneof![4 => select(&FIXED[..]).prop_map(str::to_owned), 1 => any::<String>()]
+    let fixed = "<|im_start|>~<|im_end|>~<|eot_id|>~<|begin_of_text|>~<tool_call>~</tool_call>~<s>~</s>~<|im_~end|>~<~|>~ ~  ~\n~\r\n~\t~'s~user\n~Hello world~ 12345~é~e\u{301}~東京~🙂~▁~\u{0}~\u{2028}";
+    let fixed: Vec<&str> = fixed.split('~').collect();
+    prop_oneof![4 => select(fixed).prop_map(str::to_owned), 1 => any::<String>()]
 }
 
 fn conversations() -> impl Strategy<Value = Vec<String>> {
@@ -306,28 +278,6 @@ proptest! {
             }
             Ok(())
         })?;
-    }
-
-    #[test]
-    fn hostile_parts_never_panic(
-        messages in prop_oneof![any::<String>(), any::<Vec<(String, String)>>().prop_map(|all| {
-            let message = |(role, content)| serde_json::json!({ "role": role, "content": content, "tool_calls": [content] });
-            serde_json::Value::from(all.into_iter().map(message).collect::<Vec<_>>()).to_string()
-        })],
-        tools in prop::option::of(any::<String>()),
-        is_continued in any::<bool>(),
-    ) {
-        thread_local! {
-            static LOCAL: Local = local("tokenizer.json", None, 1 << 20);
-        }
-        let parts = ChatParts {
-            tools: tools.map(Bytes::from),
-            add_generation_prompt: Some(!is_continued),
-            continue_final_message: Some(is_continued),
-            ..chat(&messages)
-        };
-        // Either result is valid; the call must return.
-        LOCAL.with(|local| drop(local.chat(&parts)));
     }
 }
 

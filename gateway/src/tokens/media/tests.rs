@@ -20,10 +20,8 @@ use crate::tokens::meters::TokenMeters;
 
 /// Ids of the special tokens in `tests/data/tokens/vision.json`.
 const IM_START: u32 = 563;
-const IM_END: u32 = 564;
 const VISION_START: u32 = 567;
 const IMAGE_PAD: u32 = 568;
-const VISION_END: u32 = 569;
 const VIDEO_PAD: u32 = 570;
 
 const DATA_URL: &str = "data:image/png;base64,iVBORw0KGgo=";
@@ -142,53 +140,6 @@ fn matched(request: &[BlockHash], event: &[BlockHash]) -> usize {
     request.iter().zip(event).take_while(|(request, event)| request == event).count()
 }
 
-/// "A", an image of five tokens, and "B", as the engine processes them.
-fn expanded(local: &Local, before: &str, after: &str) -> (Vec<u32>, usize) {
-    let mut ids = vec![IM_START];
-    ids.extend(bare(local, &format!("user\n{before}")));
-    ids.push(VISION_START);
-    let start = ids.len();
-    ids.extend([IMAGE_PAD; 5]);
-    ids.push(VISION_END);
-    ids.extend(bare(local, after));
-    ids.push(IM_END);
-    ids.extend(bare(local, "\n"));
-    ids.push(IM_START);
-    ids.extend(bare(local, "assistant\n"));
-    (ids, start)
-}
-
-#[test]
-fn hashes_equal_those_of_events_once_the_length_is_known() {
-    let local = local("vision.jinja");
-    let parts =
-        chat(&[user(&[text("Look at this"), image("http://x/y.png", Some("pic-1")), text("and write")])].into());
-    let (engine_ids, start) = expanded(&local, "Look at this", "and write");
-    let event = event_hashes(&stored(&engine_ids, &[("pic-1", start, 5)], 4), 4);
-
-    let (ids, media) = local.conversation(&parts, OFF).unwrap();
-    let media = media.unwrap();
-    assert_eq!((media.unknown_from, &media.names[..]), (Some(start), &[][..]));
-    assert_eq!(ids[..start], engine_ids[..start]);
-    assert_eq!(ids.len(), engine_ids.len() - 5 + 1_024, "the first estimate");
-    assert_eq!(matched(&request_hashes(&ids, &media.spans, 4), &event), start / 4);
-
-    learn(&local, &parts, OFF, engine_ids.len());
-    let (ids, media) = local.conversation(&parts, OFF).unwrap();
-    let media = media.unwrap();
-    assert_eq!((&ids, media.unknown_from), (&engine_ids, None));
-    assert_eq!(request_hashes(&ids, &media.spans, 4), event);
-
-    // Another picture with the same text matches only up to the item, whether its length is known or not.
-    let other =
-        chat(&[user(&[text("Look at this"), image("http://x/y.png", Some("pic-2")), text("and write")])].into());
-    for _ in 0..2 {
-        let (ids, media) = local.conversation(&other, OFF).unwrap();
-        assert_eq!(matched(&request_hashes(&ids, &media.unwrap().spans, 4), &event), start / 4);
-        learn(&local, &other, OFF, engine_ids.len());
-    }
-}
-
 /// The values are fixed: a change would separate replicas of different versions.
 #[test]
 fn names_of_images_are_fixed_and_salted() {
@@ -215,37 +166,6 @@ fn names_of_images_are_fixed_and_salted() {
     let parts = ChatParts { has_media_options: true, ..chat(&[user(&[image(DATA_URL, Some("mine"))])].into()) };
     let (_, media) = local.conversation(&parts, ON).unwrap();
     assert!(media.unwrap().unknown_from.is_some());
-}
-
-#[test]
-fn names_are_inserted_into_the_part() {
-    let url = format!(r#"{{"url":"{DATA_URL}"}}"#);
-    let cases = [
-        (
-            format!(r#"{{"type":"image_url","image_url":{url}}}"#),
-            r#"{"uuid":"NAME","type":"image_url","image_url":URL}"#,
-        ),
-        (
-            format!(r#"{{ "type":"image_url","uuid":null,"image_url":{url}}}"#),
-            r#"{ "type":"image_url","uuid":"NAME","image_url":URL}"#,
-        ),
-        (
-            format!(r#"{{"type":"image_url","uuid":"mine","image_url":{url}}}"#),
-            r#"{"type":"image_url","uuid":"mine","image_url":URL}"#,
-        ),
-    ];
-    for (part, expected) in cases {
-        let body =
-            |part: &str| format!(r#"{{"x":1, "messages" : [{{"role":"user","content":[ {part} ]}}],"model":"m"}}"#);
-        let sent = Bytes::from(body(&part));
-        let parsed = crate::formats::openai::RequestBody::parse(crate::formats::openai::Endpoint::Chat, sent).unwrap();
-        let crate::formats::openai::ClientPrompt::Chat(parts) = &parsed.prompt else { panic!("a chat") };
-        let Outline { items, names, .. } = Outline::read(parts, ON).unwrap();
-        let edits = crate::formats::openai::Edits { media_names: &names, ..crate::formats::openai::Edits::default() };
-        let name = items[0].name.clone().unwrap();
-        let expected = body(&expected.replace("NAME", &name).replace("URL", &url));
-        assert_eq!(parsed.body(edits), expected);
-    }
 }
 
 #[test]
