@@ -79,20 +79,3 @@ pub(super) fn nearest<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) 
     let near = near.filter(|(distance, known)| distance * 3 <= known.len().max(3));
     near.min_by_key(|(distance, _)| *distance).map(|(_, known)| known)
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_nearest_name_is_near() {
-        let known = ["listen", "seed", "block_size", "name"];
-        for (name, near) in [("lisen", "listen"), ("blok_size", "block_size"), ("nmae", "name"), ("seed", "seed")] {
-            let expected = (name != "nmae").then_some(near);
-            assert_eq!(nearest(name, known), expected, "{name}");
-        }
-        for name in ["", "server", "port", &"x".repeat(1_000_000)] {
-            assert_eq!(nearest(name, known), None);
-        }
-    }
-}

@@ -115,32 +115,22 @@ mod tests {
     #[cfg(feature = "kubernetes")]
     #[test]
     fn violated_rules_name_setting_and_value() {
-        let cases = [
-            ("", "models[0].kubernetes is without a selection, must be given either selector or inference_pool"),
-            (
-                "selector = \"a\"\nports = [1]\ninference_pool = \"p\"",
-                "models[0].kubernetes is with two selections, must be given either selector or inference_pool",
-            ),
-            ("selector = \"a\"", "models[0].kubernetes.ports is [], must be 1 to 8 different ports with selector"),
-            ("selector = \"a\"\nports = [1, 1]", "models[0].kubernetes.ports is [1, 1], must be 1 to 8 different"),
-            ("selector = \"a\"\nports = [0]", "models[0].kubernetes.ports is [0], must be 1 to 8 different"),
-            (
-                "inference_pool = \"p\"\nports = [1]",
-                "models[0].kubernetes.ports is [1], must be absent without selector",
-            ),
-            ("inference_pool = \"A/b\"", "models[0].kubernetes.inference_pool is \"A/b\", must be the name of a"),
-            (
-                "inference_pool = \"p\"\nkv_replay_port = 1",
-                "models[0].kubernetes.kv_replay_port is 1, must be absent without kv_events_port",
-            ),
-            (
-                "inference_pool = \"p\"\nkv_events_port = 65536",
-                "models[0].kubernetes.kv_events_port is 65536, must be 1 to 65535",
-            ),
-        ];
-        for (text, expected) in cases {
-            let problems = load(text).expect_err(text);
-            assert!(problems.len() == 1 && problems[0].starts_with(expected), "{problems:?}\nmust be\n{expected}");
+        let cases = r#"
+ => $ is without a selection, must be given either selector or inference_pool
+selector = "a"; ports = [1]; inference_pool = "p" => $ is with two selections, must be given either selector or inference_pool
+selector = "a" => $.ports is [], must be 1 to 8 different ports with selector
+selector = "a"; ports = [1, 1] => $.ports is [1, 1], must be 1 to 8 different
+selector = "a"; ports = [0] => $.ports is [0], must be 1 to 8 different
+inference_pool = "p"; ports = [1] => $.ports is [1], must be absent without selector
+inference_pool = "A/b" => $.inference_pool is "A/b", must be the name of a
+inference_pool = "p"; kv_replay_port = 1 => $.kv_replay_port is 1, must be absent without kv_events_port
+inference_pool = "p"; kv_events_port = 65536 => $.kv_events_port is 65536, must be 1 to 65535
+"#;
+        for line in cases.trim().lines() {
+            let (text, expected) = line.split_once("=> ").expect("a problem");
+            let expected = expected.replace('$', "models[0].kubernetes");
+            let problems = load(&text.replace("; ", "\n")).expect_err(text);
+            assert!(problems.len() == 1 && problems[0].starts_with(&expected), "{problems:?}\nmust be\n{expected}");
         }
     }
 

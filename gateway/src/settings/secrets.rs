@@ -269,13 +269,6 @@ mod tests {
     }
 
     #[test]
-    fn without_file_settings_nothing_is_read() {
-        let secrets = Secrets::read(&Settings::default()).expect("no files are configured");
-        assert!(secrets.worker_keys.is_empty() && secrets.salt_secret.is_none());
-        assert!(secrets.tenant_keys.is_empty());
-    }
-
-    #[test]
     fn invalid_files_are_named_with_the_rule_without_content() {
         let mut settings = Settings::default();
         settings.gateway.worker_api_key_file = Some(written("spaced", b"hush hush"));

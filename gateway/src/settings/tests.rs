@@ -39,6 +39,11 @@ fn problems(text: &str, env: &[(&str, &str)]) -> Vec<String> {
     refused(sources(&format!("{text}{MODEL}"), env, &[]))
 }
 
+/// Compares problems with lines.
+fn assert_reported(problems: Vec<String>, expected: &str) {
+    assert_eq!(problems.join("\n"), expected.trim());
+}
+
 /// Line of a setting within a printed section.
 fn line<'a>(printed: &'a str, section: &str, setting: &str) -> &'a str {
     let mut lines = printed.lines().skip_while(|line| line.split(' ').next() != Some(section)).skip(1);
@@ -50,26 +55,11 @@ fn line<'a>(printed: &'a str, section: &str, setting: &str) -> &'a str {
 fn an_engine_is_named_once_in_all_lists() {
     let text = "[[models]]\nname = \"m\"\nworkers = [{ url = \"http://e:8000/\" }, { url = \"http://h\" }]\n\
         worker_urls = [\"http://E:8000\", \"http://127.0.0.1:1\", \"http://localhost:1/\", \"http://h:81\"]\n";
-    assert_eq!(
-        refused(sources(text, &[], &[])),
-        [
-            "models[0].worker_urls[0] is \"http://E:8000\", must be another engine than models[0].workers[0].url, which is \
-             \"http://e:8000\" (file)",
-            "models[0].worker_urls[2] is \"http://localhost:1/\", must be another engine than models[0].worker_urls[1], \
-             which is \"http://127.0.0.1:1\" (file)",
-        ]
-    );
-}
-
-#[test]
-fn defaults_apply_without_sources() {
-    for text in ["", "[router]\n[gateway]\n"] {
-        let settings = loaded(text, &[]).settings;
-        assert_eq!(settings.gateway, GatewaySettings::default());
-        assert_eq!(settings.models[0].router, RouterConfig { pool: "m".to_owned(), ..RouterConfig::default() });
-        assert_eq!(settings.models[0].tokens, TokensSettings::default());
-        assert!(settings.admin.is_none() && settings.tenants.is_empty());
-    }
+    let expected = r#"
+models[0].worker_urls[0] is "http://E:8000", must be another engine than models[0].workers[0].url, which is "http://e:8000" (file)
+models[0].worker_urls[2] is "http://localhost:1/", must be another engine than models[0].worker_urls[1], which is "http://127.0.0.1:1" (file)
+"#;
+    assert_reported(refused(sources(text, &[], &[])), expected);
 }
 
 #[test]
@@ -294,28 +284,23 @@ fn unknown_names_are_rejected_with_a_suggestion() {
     let variable = "is not a known variable, must end in the name of a setting in upper case";
     let setting =
         "must be a setting of gateway, admin, picker, replicas, router, tokens or model, such as gateway.listen";
-    assert_eq!(
-        refused(sources(&text, &env, &flags)),
-        [
-            "gatway is not a known key, must be gateway, admin, picker, replicas, router, models or tenants, perhaps gateway (file)"
-                .to_owned(),
-            "models[0].tokens.thread is not a known key, must be the name of a setting, perhaps threads (file)"
-                .to_owned(),
-            "models[0].ruter is not a known key, must be the name of a setting, perhaps router (file)".to_owned(),
-            "models[0].worker_url is not a known key, must be the name of a setting, perhaps worker_urls (file)"
-                .to_owned(),
-            "router.blok_size is not a known key, must be the name of a setting, perhaps block_size (file)".to_owned(),
-            "server is not a known key, must be gateway, admin, picker, replicas, router, models or tenants (file)".to_owned(),
-            format!("POINTSMAN_ADMIN_TOKEN {variable}"),
-            format!("POINTSMAN_ROUTER_ {variable}"),
-            format!("POINTSMAN_ROUTER_BLOK_SIZE {variable}, perhaps POINTSMAN_ROUTER_BLOCK_SIZE"),
-            format!(
-                "gateway.lisen is not a known setting, {setting}, perhaps gateway.listen (flag: --set gateway.lisen)"
-            ),
-            format!("models.name is not a known setting, {setting} (flag: --set models.name)"),
-            format!("listen is not a known setting, {setting}, perhaps gateway.listen (flag: --set listen)"),
-        ]
+    let expected = format!(
+        r"
+gatway is not a known key, must be gateway, admin, picker, replicas, router, models or tenants, perhaps gateway (file)
+models[0].tokens.thread is not a known key, must be the name of a setting, perhaps threads (file)
+models[0].ruter is not a known key, must be the name of a setting, perhaps router (file)
+models[0].worker_url is not a known key, must be the name of a setting, perhaps worker_urls (file)
+router.blok_size is not a known key, must be the name of a setting, perhaps block_size (file)
+server is not a known key, must be gateway, admin, picker, replicas, router, models or tenants (file)
+POINTSMAN_ADMIN_TOKEN {variable}
+POINTSMAN_ROUTER_ {variable}
+POINTSMAN_ROUTER_BLOK_SIZE {variable}, perhaps POINTSMAN_ROUTER_BLOCK_SIZE
+gateway.lisen is not a known setting, {setting}, perhaps gateway.listen (flag: --set gateway.lisen)
+models.name is not a known setting, {setting} (flag: --set models.name)
+listen is not a known setting, {setting}, perhaps gateway.listen (flag: --set listen)
+"
     );
+    assert_reported(refused(sources(&text, &env, &flags)), &expected);
     assert_eq!(problems("router = 3", &[]), ["router is 3, must be a table (file)"]);
     assert_eq!(refused(sources("models = 3", &[], &[])), ["models is 3, must be a list of tables (file)"]);
     assert_eq!(refused(sources("models = [3]", &[], &[])), ["models[0] is 3, must be a table (file)"]);
@@ -326,20 +311,16 @@ fn type_errors_name_value_rule_and_origin() {
     let text =
         "[router]\nblock_size = \"x\"\nseed = -1\nis_eagle = 1\n[gateway]\nlisten = \"here\"\ntls_key_file = \"\"\n";
     let env = [("POINTSMAN_ROUTER_QUEUE_REQUESTS_MAX", "4294967296"), ("POINTSMAN_GATEWAY_LOG_FORMAT", "xml")];
-    assert_eq!(
-        problems(text, &env),
-        [
-            "gateway.listen is \"here\", must be an IP address with a port, such as 127.0.0.1:8080 or 0.0.0.0:8080, or a port of \
-             127.0.0.1 (file)",
-            "gateway.tls_key_file is \"\", must be the path of a file (file)",
-            "router.block_size is \"x\", must be an integer from 0 to 4294967295 (file)",
-            "router.is_eagle is 1, must be true or false (file)",
-            "router.seed is -1, must be an integer from 0 to 9223372036854775807 (file)",
-            "gateway.log_format is \"xml\", must be one of text, json (environment: POINTSMAN_GATEWAY_LOG_FORMAT)",
-            "router.queue.requests_max is \"4294967296\", must be an integer from 0 to 4294967295 \
-             (environment: POINTSMAN_ROUTER_QUEUE_REQUESTS_MAX)",
-        ]
-    );
+    let expected = r#"
+gateway.listen is "here", must be an IP address with a port, such as 127.0.0.1:8080 or 0.0.0.0:8080, or a port of 127.0.0.1 (file)
+gateway.tls_key_file is "", must be the path of a file (file)
+router.block_size is "x", must be an integer from 0 to 4294967295 (file)
+router.is_eagle is 1, must be true or false (file)
+router.seed is -1, must be an integer from 0 to 9223372036854775807 (file)
+gateway.log_format is "xml", must be one of text, json (environment: POINTSMAN_GATEWAY_LOG_FORMAT)
+router.queue.requests_max is "4294967296", must be an integer from 0 to 4294967295 (environment: POINTSMAN_ROUTER_QUEUE_REQUESTS_MAX)
+"#;
+    assert_reported(problems(text, &env), expected);
 }
 
 #[test]
@@ -348,31 +329,27 @@ fn violated_rules_name_the_setting_to_change() {
         "[router]\nblock_size = 0\n{MODEL}[models.router]\nqueue.classes = [{{ name = \"a b\" }}]\n\
          [[models]]\nname = \"n\"\nworker_urls = [\"http://f\"]\n"
     );
-    assert_eq!(
-        refused(sources(&text, &[("POINTSMAN_ROUTER_POLICY_TEMPERATURE", "NaN")], &[])),
-        [
-            "router.block_size is 0, must be at least 1 (file)",
-            "router.policy.temperature is NaN, must be between 0 and 1e9 (environment: POINTSMAN_ROUTER_POLICY_TEMPERATURE)",
-            "models[0].router.queue.classes[0].name is a b, must be one or more letters, digits, _, . or - (file)",
-        ]
-    );
-    assert_eq!(
-        refused(sources("[router]\nblock_size = 0\n", &[], &[])),
-        ["models is empty, must be at least one model (default)", "router.block_size is 0, must be at least 1 (file)"]
-    );
+    let expected = r"
+router.block_size is 0, must be at least 1 (file)
+router.policy.temperature is NaN, must be between 0 and 1e9 (environment: POINTSMAN_ROUTER_POLICY_TEMPERATURE)
+models[0].router.queue.classes[0].name is a b, must be one or more letters, digits, _, . or - (file)
+";
+    assert_reported(refused(sources(&text, &[("POINTSMAN_ROUTER_POLICY_TEMPERATURE", "NaN")], &[])), expected);
+    let expected = r"
+models is empty, must be at least one model (default)
+router.block_size is 0, must be at least 1 (file)
+";
+    assert_reported(refused(sources("[router]\nblock_size = 0\n", &[], &[])), expected);
 }
 
 #[test]
 fn settings_of_another_policy_are_rejected_with_both_names() {
     let env = [("POINTSMAN_ROUTER_POLICY_PREFILL_LOAD_SCALE", "2")];
-    assert_eq!(
-        problems("[router]\npolicy = { name = \"random\", temperature = 1.0 }\n", &env),
-        [
-            "router.policy.prefill_load_scale is 2.0, must be absent under policy random, which has no such setting \
-             (environment: POINTSMAN_ROUTER_POLICY_PREFILL_LOAD_SCALE)",
-            "router.policy.temperature is 1.0, must be absent under policy random, which has no such setting (file)",
-        ]
-    );
+    let expected = r"
+router.policy.prefill_load_scale is 2.0, must be absent under policy random, which has no such setting (environment: POINTSMAN_ROUTER_POLICY_PREFILL_LOAD_SCALE)
+router.policy.temperature is 1.0, must be absent under policy random, which has no such setting (file)
+";
+    assert_reported(problems("[router]\npolicy = { name = \"random\", temperature = 1.0 }\n", &env), expected);
     let text = "[router]\npolicy = { name = \"kv\", temperature = 0.5 }\n";
     let same = format!("{text}{MODEL}[models.router.policy]\nprefill_load_scale = 2.0\n");
     let other = format!("{text}{MODEL}[models.router]\npolicy = \"latency\"\n");
@@ -409,11 +386,10 @@ fn rules_about_unread_settings_are_skipped() {
 
 #[test]
 fn lists_are_set_in_the_file_only() {
-    assert_eq!(
-        problems("", &[("POINTSMAN_ROUTER_QUEUE_CLASSES", "[]")]),
-        ["router.queue.classes is \"[]\", must be absent here: it can be set in the file only \
-          (environment: POINTSMAN_ROUTER_QUEUE_CLASSES)"]
-    );
+    let expected = r#"
+router.queue.classes is "[]", must be absent here: it can be set in the file only (environment: POINTSMAN_ROUTER_QUEUE_CLASSES)
+"#;
+    assert_reported(problems("", &[("POINTSMAN_ROUTER_QUEUE_CLASSES", "[]")]), expected);
 }
 
 #[test]
@@ -485,32 +461,33 @@ fn all_rules_between_sections_are_reported() {
         name = "a"
     "#;
     let reported = refused(sources(text, &[], &[]));
-    let expected = [
-        "gateway.tls_key_file is \"/etc/key\", must be absent without tls_certificate_file (file)",
-        "gateway.body_bytes_max is 1023, must be 1024 to 1073741824 (file)",
-        "gateway.first_byte_timeout_ms is 86400001, must be 1 to 86400000 (file)",
-        "gateway.idle_timeout_ms is 0, must be 1 to 86400000 (file)",
-        "gateway.attempts_max is 11, must be 1 to 10 (file)",
-        "gateway.retry_share_max is 1.5, must be between 0 and 1 (file)",
-        "gateway.log_level is \"loud\", must be off, error, warn, info, debug or trace, or targets",
-        "gateway.access_log is \"access.jsonl\", must be stdout, stderr, off, or the absolute path of a file (file)",
-        "admin.listen is 127.0.0.1:8081, must be an address other than gateway.listen, 0.0.0.0:8081 (default)",
-        "admin.token_file is \"\", must be the path of a file: there is no admin listener without a token (default)",
-        "models[0].aliases[1] is \"n\", must be a name other than models[0].aliases[0] (file)",
-        "models[0].aliases[2] is \"\", must be 1 to 256 bytes without control characters (file)",
-        "models[1].name is \"m\", must be a name other than models[0].name (file)",
-        "models[1].router.pool is \"m\", must be a name other than models[0].router.pool (default: the model's name)",
-        "models[0].workers_file is \"/etc/workers.yaml\", must be a name that ends in .toml or .json (file)",
-        "models[0].worker_urls[0] is \"ftp://e\", must be the address of a worker: ",
-        "models[0].worker_urls[1] is \"http://e/v1/\", must be the address of a worker: leave out /v1",
-        "models[0].worker_names[0] is \"e\", must be NAME:PORT or https://NAME:PORT (file)",
-        "models[0].tokens.source is \"local\", must be a source other than local without tokenizer_file (file)",
-        "models[0].tokens.threads is 0, must be 1 to 256 (file)",
-        "gateway.salt_secret_file is absent, must be the path of a file if tenants exist (default)",
-        "tenants[0].policy_class is \"fast\", must be a class or family of every model, \"m\" has none (file)",
-        "tenants[1].name is \"a\", must be a name other than tenants[0].name (file)",
-        "tenants[1].keys_file is \"\", must be the path of a file (default)",
-    ];
+    let expected = r#"
+gateway.tls_key_file is "/etc/key", must be absent without tls_certificate_file (file)
+gateway.body_bytes_max is 1023, must be 1024 to 1073741824 (file)
+gateway.first_byte_timeout_ms is 86400001, must be 1 to 86400000 (file)
+gateway.idle_timeout_ms is 0, must be 1 to 86400000 (file)
+gateway.attempts_max is 11, must be 1 to 10 (file)
+gateway.retry_share_max is 1.5, must be between 0 and 1 (file)
+gateway.log_level is "loud", must be off, error, warn, info, debug or trace, or targets
+gateway.access_log is "access.jsonl", must be stdout, stderr, off, or the absolute path of a file (file)
+admin.listen is 127.0.0.1:8081, must be an address other than gateway.listen, 0.0.0.0:8081 (default)
+admin.token_file is "", must be the path of a file: there is no admin listener without a token (default)
+models[0].aliases[1] is "n", must be a name other than models[0].aliases[0] (file)
+models[0].aliases[2] is "", must be 1 to 256 bytes without control characters (file)
+models[1].name is "m", must be a name other than models[0].name (file)
+models[1].router.pool is "m", must be a name other than models[0].router.pool (default: the model's name)
+models[0].workers_file is "/etc/workers.yaml", must be a name that ends in .toml or .json (file)
+models[0].worker_urls[0] is "ftp://e", must be the address of a worker:
+models[0].worker_urls[1] is "http://e/v1/", must be the address of a worker: leave out /v1
+models[0].worker_names[0] is "e", must be NAME:PORT or https://NAME:PORT (file)
+models[0].tokens.source is "local", must be a source other than local without tokenizer_file (file)
+models[0].tokens.threads is 0, must be 1 to 256 (file)
+gateway.salt_secret_file is absent, must be the path of a file if tenants exist (default)
+tenants[0].policy_class is "fast", must be a class or family of every model, "m" has none (file)
+tenants[1].name is "a", must be a name other than tenants[0].name (file)
+tenants[1].keys_file is "", must be the path of a file (default)
+"#;
+    let expected: Vec<&str> = expected.trim().lines().collect();
     assert_eq!(reported.len(), expected.len(), "{reported:#?}");
     for (reported, expected) in reported.iter().zip(expected) {
         assert!(reported.starts_with(expected), "{reported}\nmust be\n{expected}");
@@ -520,13 +497,10 @@ fn all_rules_between_sections_are_reported() {
 #[test]
 fn models_without_workers_require_an_admin_listener() {
     let text = "[[models]]\nname = \"m\"\n";
-    assert_eq!(
-        refused(sources(text, &[], &[])),
-        [
-            "models[0] is without workers, must be given workers, workers_file, worker_urls, worker_names or kubernetes, \
-          unless [admin] can add some (default)"
-        ]
-    );
+    let expected = r"
+models[0] is without workers, must be given workers, workers_file, worker_urls, worker_names or kubernetes, unless [admin] can add some (default)
+";
+    assert_reported(refused(sources(text, &[], &[])), expected);
     let text =
         format!("[admin]\nlisten = \"0.0.0.0:8081\"\ntoken_file = \"t\"\n{text}[models.tokens]\nsource = \"none\"\n");
     let warnings = sources(&text, &[], &[]).load().expect("accepted").settings.warnings();
