@@ -422,23 +422,6 @@ mod tests {
     };
 
     #[test]
-    fn a_rank_without_problems_serves() {
-        let worker = entry(false, false);
-        let healthy = RankHealth { rank: worker.ranks[0], state: HealthState::Healthy, reason: String::new() };
-        for events in [None, Some(events(true, StreamState::Live, None)), Some(events(true, StreamState::Silent, None))]
-        {
-            let facts = RankFacts {
-                worker: &worker,
-                health: Some(&healthy),
-                events: events.as_ref(),
-                engine: None,
-                is_cold: false,
-            };
-            assert_eq!(rank(&facts), ("serving", Vec::new()));
-        }
-    }
-
-    #[test]
     fn the_most_serious_problem_of_a_rank_comes_first() {
         let worker = entry(false, true);
         let reason = "cannot connect".to_owned();
@@ -466,13 +449,6 @@ mod tests {
         let facts =
             RankFacts { worker: &worker, health: Some(&ejected), events: Some(&events), engine: None, is_cold: false };
         assert_eq!(rank(&facts).1.len(), 1);
-    }
-
-    #[test]
-    fn a_model_without_problems_is_ok() {
-        assert_eq!(model(&IDLE, &[]), (Level::Ok, "All 8 ranks serve, with 3 active requests.".to_owned()));
-        let one = ModelFacts { registered: 1, eligible: 1, active_requests: 1, ..IDLE };
-        assert_eq!(model(&one, &[]).1, "The rank serves, with 1 active request.");
     }
 
     /// Sentence about ranks `ENGINE/RANK` with these problems.

@@ -27,45 +27,50 @@ fn sound(endpoint: Endpoint, body: &Value) -> ResumableRequest {
     parse(endpoint, body).unwrap_or_else(|| panic!("not resumable: {body}"))
 }
 
+/// One object per line.
+fn objects(lines: &str) -> impl Iterator<Item = Value> {
+    lines.trim().lines().map(|line| serde_json::from_str(line).expect("an object"))
+}
+
 #[test]
 fn requests_with_state_outside_of_the_text_are_unsound() {
-    let unsound = [
-        json!({ "n": 2 }),
-        json!({ "best_of": 3 }),
-        json!({ "seed": 1 }),
-        json!({ "logprobs": true }),
-        json!({ "logprobs": 0 }),
-        json!({ "top_logprobs": 2 }),
-        json!({ "prompt_logprobs": 0 }),
-        json!({ "echo": true }),
-        json!({ "suffix": "x" }),
-        json!({ "tools": [{}] }),
-        json!({ "tools": [{}], "tool_choice": "auto" }),
-        json!({ "response_format": { "type": "json_object" } }),
-        json!({ "guided_regex": "a*" }),
-        json!({ "structured_outputs": {} }),
-        json!({ "grammar": "root" }),
-        json!({ "use_beam_search": true }),
-        json!({ "frequency_penalty": 0.5 }),
-        json!({ "presence_penalty": -1 }),
-        json!({ "continue_final_message": true }),
-        json!({ "add_generation_prompt": false }),
-        json!({ "max_tokens": 1.5 }),
-        json!({ "stream": false }),
-    ];
-    for more in unsound {
+    let unsound = r#"
+{ "n": 2 }
+{ "best_of": 3 }
+{ "seed": 1 }
+{ "logprobs": true }
+{ "logprobs": 0 }
+{ "top_logprobs": 2 }
+{ "prompt_logprobs": 0 }
+{ "echo": true }
+{ "suffix": "x" }
+{ "tools": [{}] }
+{ "tools": [{}], "tool_choice": "auto" }
+{ "response_format": { "type": "json_object" } }
+{ "guided_regex": "a*" }
+{ "structured_outputs": {} }
+{ "grammar": "root" }
+{ "use_beam_search": true }
+{ "frequency_penalty": 0.5 }
+{ "presence_penalty": -1 }
+{ "continue_final_message": true }
+{ "add_generation_prompt": false }
+{ "max_tokens": 1.5 }
+{ "stream": false }
+"#;
+    for more in objects(unsound) {
         assert!(parse(Endpoint::Chat, &chat(more.clone())).is_none(), "{more}");
         assert!(parse(Endpoint::Completions, &completion(more.clone())).is_none(), "{more}");
     }
-    let sounds = [
-        json!({}),
-        json!({ "n": 1, "best_of": 1, "seed": null, "logprobs": false, "echo": false }),
-        json!({ "tools": [] }),
-        json!({ "tools": [{}], "tool_choice": "none" }),
-        json!({ "frequency_penalty": 0.0, "presence_penalty": 0, "repetition_penalty": 1.1 }),
-        json!({ "stop": ["x"], "temperature": 0.7, "min_tokens": 3 }),
-    ];
-    for more in sounds {
+    let sounds = r#"
+{}
+{ "n": 1, "best_of": 1, "seed": null, "logprobs": false, "echo": false }
+{ "tools": [] }
+{ "tools": [{}], "tool_choice": "none" }
+{ "frequency_penalty": 0.0, "presence_penalty": 0, "repetition_penalty": 1.1 }
+{ "stop": ["x"], "temperature": 0.7, "min_tokens": 3 }
+"#;
+    for more in objects(sounds) {
         assert!(parse(Endpoint::Chat, &chat(more.clone())).is_some(), "{more}");
         assert!(parse(Endpoint::Completions, &completion(more.clone())).is_some(), "{more}");
     }

@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use serde_json::{Value, json};
 
 use super::converted;
-use crate::formats::anthropic::{Purpose, StreamTranslator, chat_body};
+use crate::formats::anthropic::StreamTranslator;
 
 pub(super) fn sse(chunks: &[Value]) -> Vec<u8> {
     let mut bytes: Vec<u8> = chunks.iter().flat_map(|chunk| format!("data: {chunk}\n\n").into_bytes()).collect();
@@ -319,19 +319,5 @@ proptest! {
         blocks_of(&events);
         let last = &events.last().expect("an event").0;
         prop_assert!(last == "error" || last == "message_stop");
-    }
-
-    #[test]
-    fn any_text_is_converted_to_the_same_text(system in ".{0,20}", text in ".{0,20}", result in ".{0,20}") {
-        let body = json!({ "max_tokens": 1, "system": [{ "type": "text", "text": system }], "messages": [
-            { "role": "user", "content": [{ "type": "tool_result", "tool_use_id": "t", "content": result }] },
-            { "role": "assistant", "content": text },
-        ] });
-        let chat = chat_body(body.to_string().as_bytes(), Purpose::Generate).expect("valid");
-        let chat: Value = serde_json::from_slice(&chat).expect("JSON");
-        let texts: Vec<&str> =
-            chat["messages"].as_array().expect("a list").iter().map(|message| message["content"].as_str().expect("text")).collect();
-        let expected: Vec<&str> = [system.as_str()].into_iter().filter(|text| !text.is_empty()).chain([&*result, &*text]).collect();
-        prop_assert_eq!(texts, expected);
     }
 }

@@ -7,77 +7,36 @@ use crate::formats::openai::Endpoint;
 const NIXL_PREFILL: &str = r#""kv_transfer_params":{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,"remote_host":null,"remote_port":null}"#;
 const NIXL_ANSWER: &str = r#"{"id":"a","choices":[{"finish_reason":"length"}],"kv_transfer_params": { "do_remote_prefill" : true,"do_remote_decode":false,"remote_block_ids":[[1,2],[3]],"remote_num_tokens":1e5,"remote_blocks_expiry_time":1.50,"new":{"a":[null,"\u00e9\n"]},"transfer_mode":"pull" } ,"usage":null}"#;
 const NIXL_PARAMETERS: &str = r#"{ "do_remote_prefill" : true,"do_remote_decode":false,"remote_block_ids":[[1,2],[3]],"remote_num_tokens":1e5,"remote_blocks_expiry_time":1.50,"new":{"a":[null,"\u00e9\n"]},"transfer_mode":"pull" }"#;
+const CONTEXT_ANSWER: &str = r#"{"choices":[{"index":0,"finish_reason":"not_finished","disaggregated_params":{ "first_gen_tokens":[7], "request_type" : "context_only" ,"ctx_request_id":18446744073709551615,"encoded_opaque_state":"a\/b==","new":1e5}}],"prompt_token_ids": [1, 2,3]}"#;
+const GENERATION_PARAMETERS: &str = r#"{ "first_gen_tokens":[7], "request_type" : "generation_only" ,"ctx_request_id":18446744073709551615,"encoded_opaque_state":"a\/b==","new":1e5}"#;
+const UNTYPED_ANSWER: &str = r#"{"choices":[{"disaggregated_params":{"a":1 }}]}"#;
 
-/// vLLM NIXL, prefill leg.
+/// Cases of `legs.txt`.
 #[test]
-fn nixl_prefill_legs_have_one_token_and_are_not_streamed() {
-    let cases = [
-        (
-            Endpoint::Chat,
-            r#"{"model":"m", "messages":[ ],"stream":true,"stream_options":{"include_usage":true},"max_tokens":90,"min_tokens":5,"n":1,"x":1e5}"#,
-            format!(r#"{{"model":"m", "messages":[ ],"stream":false,"max_tokens":1,"n":1,"x":1e5,{NIXL_PREFILL}}}"#),
-        ),
-        (
-            Endpoint::Chat,
-            r#"{"messages":[],"max_completion_tokens":7,"n":1.0}"#,
-            format!(r#"{{"messages":[],"max_completion_tokens":1,"n":1,{NIXL_PREFILL}}}"#),
-        ),
-        (
-            Endpoint::Chat,
-            r#"{"messages":[]}"#,
-            format!(r#"{{"messages":[],"max_completion_tokens":1,{NIXL_PREFILL}}}"#),
-        ),
-        // Both spellings: the engine rejects this body, as it rejects the client's.
-        (
-            Endpoint::Chat,
-            r#"{"messages":[],"max_tokens":8,"max_completion_tokens":7}"#,
-            format!(r#"{{"messages":[],"max_tokens":1,"max_completion_tokens":1,{NIXL_PREFILL}}}"#),
-        ),
-        // Null is absent: it must not become the second spelling.
-        (
-            Endpoint::Chat,
-            r#"{"messages":[],"max_tokens":8,"max_completion_tokens":null}"#,
-            format!(r#"{{"messages":[],"max_tokens":1,"max_completion_tokens":null,{NIXL_PREFILL}}}"#),
-        ),
-        (
-            Endpoint::Chat,
-            r#"{"messages":[],"max_tokens":null}"#,
-            format!(r#"{{"messages":[],"max_tokens":1,{NIXL_PREFILL}}}"#),
-        ),
-        (
-            Endpoint::Completions,
-            r#"{"stream_options":null,"prompt":"a\u00e9","min_tokens":2}"#,
-            format!(r#"{{"prompt":"a\u00e9","max_tokens":1,{NIXL_PREFILL}}}"#),
-        ),
-        // Completions ignore the spelling of chats.
-        (
-            Endpoint::Completions,
-            r#"{"prompt":[1,2],"max_completion_tokens":9}"#,
-            format!(r#"{{"prompt":[1,2],"max_completion_tokens":9,"max_tokens":1,{NIXL_PREFILL}}}"#),
-        ),
-        (
-            Endpoint::Responses,
-            r#"{"input":"x","stream":true,"max_output_tokens":50,"store":true}"#,
-            format!(r#"{{"input":"x","stream":false,"max_output_tokens":1,"store":true,{NIXL_PREFILL}}}"#),
-        ),
-        (Endpoint::Responses, r#"{"input":"x"}"#, format!(r#"{{"input":"x","max_output_tokens":1,{NIXL_PREFILL}}}"#)),
-    ];
-    for (endpoint, body, expected) in cases {
-        assert_eq!(prefill(endpoint, Protocol::VllmNixl, body), expected, "{body}");
+fn legs_of_each_protocol_are_byte_exact() {
+    let mut lines = include_str!("legs.txt").lines().filter(|line| !line.starts_with("# "));
+    let mut compared = 0;
+    while let Some(head) = lines.next() {
+        let (client, expected) = (lines.next().expect("a body"), lines.next().expect("the body of the leg"));
+        let fills = [
+            ("$NIXL_PREFILL", NIXL_PREFILL),
+            ("$NIXL_PARAMETERS", NIXL_PARAMETERS),
+            ("$GENERATION_PARAMETERS", GENERATION_PARAMETERS),
+        ];
+        let expected = fills.iter().fold(expected.to_owned(), |text, (name, value)| text.replace(name, value));
+        let [protocol, leg, endpoint, answer] = head.split(' ').collect::<Vec<_>>()[..] else { panic!("{head}") };
+        let protocol = Protocol::ALL.into_iter().find(|known| known.name() == protocol).expect("a protocol");
+        let endpoint = Endpoint::ALL.iter().copied().find(|known| known.name() == endpoint).expect("an endpoint");
+        let answers = [("nixl", NIXL_ANSWER), ("context", CONTEXT_ANSWER), ("untyped", UNTYPED_ANSWER)];
+        let answer = answers.iter().find(|(name, _)| *name == answer).map(|(_, answer)| *answer);
+        let sent = match leg {
+            "prefill" => prefill(endpoint, protocol, client),
+            _ => decode(endpoint, protocol, client, answer),
+        };
+        assert_eq!(sent, expected, "{head} {client}");
+        compared += 1;
     }
-}
-
-/// vLLM NIXL, decode leg.
-#[test]
-fn nixl_decode_legs_copy_the_parameters_of_the_prefill_response() {
-    for (endpoint, body) in [
-        (Endpoint::Chat, r#"{"messages":[],"stream":true,"stream_options":{"include_usage":true},"max_tokens":90"#),
-        (Endpoint::Completions, r#"{"prompt":"x","max_tokens":90,"min_tokens":3"#),
-        (Endpoint::Responses, r#"{"input":"x","max_output_tokens":90"#),
-    ] {
-        let sent = decode(endpoint, Protocol::VllmNixl, &format!("{body}}}"), Some(NIXL_ANSWER));
-        assert_eq!(sent, format!(r#"{body},"kv_transfer_params":{NIXL_PARAMETERS}}}"#));
-    }
+    assert_eq!(compared, 32);
 }
 
 #[test]
@@ -118,62 +77,6 @@ fn nixl_decode_legs_without_parameters_are_the_client_body() {
     ] {
         let sent = decode(Endpoint::Completions, Protocol::VllmNixl, r#"{"prompt":"x"}"#, Some(answer));
         assert_eq!(sent, r#"{"prompt":"x","kv_transfer_params":{"remote_port":1}}"#, "{answer}");
-    }
-}
-
-/// vLLM Mooncake.
-#[test]
-fn mooncake_legs_use_the_same_transfer_id() {
-    for (endpoint, body, one_token) in [
-        (
-            Endpoint::Chat,
-            r#"{"messages":[],"stream":true,"max_tokens":9"#,
-            r#"{"messages":[],"stream":false,"max_tokens":1"#,
-        ),
-        (Endpoint::Completions, r#"{"prompt":"x","min_tokens":1"#, r#"{"prompt":"x","max_tokens":1"#),
-    ] {
-        let client = format!("{body}}}");
-        assert_eq!(
-            prefill(endpoint, Protocol::VllmMooncake, &client),
-            format!(
-                r#"{one_token},"kv_transfer_params":{{"do_remote_decode":true,"do_remote_prefill":false,"transfer_id":"xfer-5f0c"}}}}"#
-            )
-        );
-        assert_eq!(
-            decode(endpoint, Protocol::VllmMooncake, &client, None),
-            format!(
-                r#"{body},"kv_transfer_params":{{"do_remote_prefill":true,"do_remote_decode":false,"transfer_id":"xfer-5f0c","remote_bootstrap_addr":"http://10.0.0.1:8998","remote_engine_id":"engine-3"}}}}"#
-            )
-        );
-    }
-}
-
-/// vLLM P2P NCCL: the request id names both addresses.
-#[test]
-fn p2p_legs_have_no_parameters() {
-    let chat = r#"{"messages":[],"stream":true,"stream_options":{}}"#;
-    let sent = prefill(Endpoint::Chat, Protocol::VllmP2pNccl, chat);
-    assert_eq!(sent, r#"{"messages":[],"stream":false,"max_completion_tokens":1}"#);
-    assert_eq!(decode(Endpoint::Chat, Protocol::VllmP2pNccl, chat, None), chat);
-    let completion = r#"{"prompt":"x","max_tokens":9, "n":1}"#;
-    let sent = prefill(Endpoint::Completions, Protocol::VllmP2pNccl, completion);
-    assert_eq!(sent, r#"{"prompt":"x","max_tokens":1, "n":1}"#);
-    assert_eq!(decode(Endpoint::Completions, Protocol::VllmP2pNccl, completion, Some(NIXL_ANSWER)), completion);
-}
-
-/// SGLang.
-#[test]
-fn sglang_legs_have_the_same_room() {
-    for (endpoint, body) in [
-        (Endpoint::Chat, r#"{"messages":[],"stream":true,"stream_options":{"include_usage":true},"max_tokens":9"#),
-        (Endpoint::Completions, r#"{"prompt":[1,2,3],"min_tokens":3"#),
-    ] {
-        let client = format!("{body}}}");
-        let expected = format!(
-            r#"{body},"bootstrap_host":"10.0.0.1","bootstrap_port":8998,"bootstrap_room":77,"rid":"xfer-5f0c"}}"#
-        );
-        assert_eq!(prefill(endpoint, Protocol::Sglang, &client), expected);
-        assert_eq!(decode(endpoint, Protocol::Sglang, &client, None), expected);
     }
 }
 
@@ -250,54 +153,6 @@ fn only_echoes_with_probabilities_need_those_of_the_prompt() {
         let legs = parse(Endpoint::Completions, Protocol::Sglang, body).unwrap();
         assert_eq!(legs.wants_prompt_logprobs(), expected, "{body}");
     }
-}
-
-const CONTEXT_ANSWER: &str = r#"{"choices":[{"index":0,"finish_reason":"not_finished","disaggregated_params":{ "first_gen_tokens":[7], "request_type" : "context_only" ,"ctx_request_id":18446744073709551615,"encoded_opaque_state":"a\/b==","new":1e5}}],"prompt_token_ids": [1, 2,3]}"#;
-const GENERATION_PARAMETERS: &str = r#"{ "first_gen_tokens":[7], "request_type" : "generation_only" ,"ctx_request_id":18446744073709551615,"encoded_opaque_state":"a\/b==","new":1e5}"#;
-
-/// TensorRT-LLM.
-#[test]
-fn tensorrt_legs_replace_prompt_and_parameters() {
-    let chat = r#"{"messages":[],"max_tokens":9,"stream":true,"stream_options":{"include_usage":true}}"#;
-    assert_eq!(
-        prefill(Endpoint::Chat, Protocol::TensorrtLlm, chat),
-        r#"{"messages":[],"max_tokens":9,"stream":false,"disaggregated_params":{"request_type":"context_only"}}"#
-    );
-    assert_eq!(
-        decode(Endpoint::Chat, Protocol::TensorrtLlm, chat, Some(CONTEXT_ANSWER)),
-        format!(
-            r#"{{"messages":[],"max_tokens":9,"stream":true,"stream_options":{{"include_usage":true}},"prompt_token_ids":[1, 2,3],"disaggregated_params":{GENERATION_PARAMETERS}}}"#
-        )
-    );
-    let completion = r#"{"prompt":"abc","disaggregated_params":{"ctx_request_id":4},"max_tokens":9}"#;
-    assert_eq!(
-        prefill(Endpoint::Completions, Protocol::TensorrtLlm, completion),
-        r#"{"prompt":"abc","disaggregated_params":{"request_type":"context_only"},"max_tokens":9}"#
-    );
-    assert_eq!(
-        decode(Endpoint::Completions, Protocol::TensorrtLlm, completion, Some(CONTEXT_ANSWER)),
-        format!(r#"{{"prompt":[1, 2,3],"disaggregated_params":{GENERATION_PARAMETERS},"max_tokens":9}}"#)
-    );
-    // Without parameters, a client's parameters must not select a state.
-    assert_eq!(
-        decode(Endpoint::Completions, Protocol::TensorrtLlm, completion, None),
-        r#"{"prompt":"abc","disaggregated_params":null,"max_tokens":9}"#
-    );
-    assert_eq!(decode(Endpoint::Chat, Protocol::TensorrtLlm, chat, None), chat);
-}
-
-#[test]
-fn tensorrt_parameters_without_a_request_type_receive_one() {
-    let answer = r#"{"choices":[{"disaggregated_params":{"a":1 }}]}"#;
-    let sent = decode(Endpoint::Completions, Protocol::TensorrtLlm, r#"{"prompt":"x"}"#, Some(answer));
-    assert_eq!(sent, r#"{"prompt":"x","disaggregated_params":{"a":1,"request_type":"generation_only" }}"#);
-}
-
-#[test]
-fn identifiers_are_escaped() {
-    let legs = parse(Endpoint::Chat, Protocol::VllmMooncake, r#"{"messages":[]}"#).unwrap();
-    let leg = Transfer { transfer_id: "a\"\n".to_owned(), ..transfer() };
-    assert!(text(&legs.prefill(&leg)).contains(r#""transfer_id":"a\"\n""#));
 }
 
 #[test]

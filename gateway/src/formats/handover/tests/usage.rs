@@ -2,7 +2,6 @@
 
 use axum::body::Bytes;
 use proptest::prelude::*;
-use serde_json::Value;
 
 use super::text;
 use crate::formats::handover::CachedTokensRewriter;
@@ -30,37 +29,25 @@ fn json(input: &str) -> String {
 
 #[test]
 fn cached_tokens_are_replaced_or_added() {
-    let cases = [
-        (
-            r#"{"usage":{"prompt_tokens":9}}"#,
-            r#"{"usage":{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":8}}}"#,
-        ),
-        (
-            r#"{"usage" : { "prompt_tokens_details" : null , "prompt_tokens":9}, "x":1e5 }"#,
-            r#"{"usage" : { "prompt_tokens_details" : {"cached_tokens":8} , "prompt_tokens":9}, "x":1e5 }"#,
-        ),
-        (
-            r#"{"usage":{"prompt_tokens_details":{"audio_tokens":0}}}"#,
-            r#"{"usage":{"prompt_tokens_details":{"audio_tokens":0,"cached_tokens":8}}}"#,
-        ),
-        (
-            r#"{"usage":{"prompt_tokens_details":{"cached_tokens": 0 ,"audio_tokens":0}},"b":2}"#,
-            r#"{"usage":{"prompt_tokens_details":{"cached_tokens": 8 ,"audio_tokens":0}},"b":2}"#,
-        ),
-        (
-            r#"{"usage":{"input_tokens":9,"input_tokens_details":{"cached_tokens":null}}}"#,
-            r#"{"usage":{"input_tokens":9,"input_tokens_details":{"cached_tokens":8}}}"#,
-        ),
-        (
-            r#"{"usage":{"input_tokens":9}}"#,
-            r#"{"usage":{"input_tokens":9,"input_tokens_details":{"cached_tokens":8}}}"#,
-        ),
-        (
-            r#"{"type":"response.completed","response":{"usage":{"input_tokens":9,"input_tokens_details":{}},"id":"r"}}"#,
-            r#"{"type":"response.completed","response":{"usage":{"input_tokens":9,"input_tokens_details":{"cached_tokens":8}},"id":"r"}}"#,
-        ),
-    ];
-    for (input, expected) in cases {
+    let cases = r#"
+{"usage":{"prompt_tokens":9}}
+{"usage":{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":8}}}
+{"usage" : { "prompt_tokens_details" : null , "prompt_tokens":9}, "x":1e5 }
+{"usage" : { "prompt_tokens_details" : {"cached_tokens":8} , "prompt_tokens":9}, "x":1e5 }
+{"usage":{"prompt_tokens_details":{"audio_tokens":0}}}
+{"usage":{"prompt_tokens_details":{"audio_tokens":0,"cached_tokens":8}}}
+{"usage":{"prompt_tokens_details":{"cached_tokens": 0 ,"audio_tokens":0}},"b":2}
+{"usage":{"prompt_tokens_details":{"cached_tokens": 8 ,"audio_tokens":0}},"b":2}
+{"usage":{"input_tokens":9,"input_tokens_details":{"cached_tokens":null}}}
+{"usage":{"input_tokens":9,"input_tokens_details":{"cached_tokens":8}}}
+{"usage":{"input_tokens":9}}
+{"usage":{"input_tokens":9,"input_tokens_details":{"cached_tokens":8}}}
+{"type":"response.completed","response":{"usage":{"input_tokens":9,"input_tokens_details":{}},"id":"r"}}
+{"type":"response.completed","response":{"usage":{"input_tokens":9,"input_tokens_details":{"cached_tokens":8}},"id":"r"}}
+"#;
+    let lines: Vec<&str> = cases.trim().lines().collect();
+    for case in lines.chunks(2) {
+        let (input, expected) = (case[0], case[1]);
         assert_eq!(json(input), expected);
         for (start, end) in [("data: ", "\n\n"), ("data:", "\r\n\r\n"), ("event: e\nid: 1\ndata: ", "")] {
             assert_eq!(events(&format!("{start}{input}{end}")), format!("{start}{expected}{end}"));
@@ -88,15 +75,6 @@ fn other_content_remains() {
     let comment = ": {\"usage\":{}}\nevent: {\"usage\":{}}\n\n";
     assert_eq!(events(comment), comment);
     assert_eq!(events("data: [DONE]\n\n"), "data: [DONE]\n\n");
-}
-
-#[test]
-fn unknown_cached_tokens_change_nothing() {
-    let input = "data: {\"usage\":{\"prompt_tokens\":9}}\n\n";
-    for is_events in [false, true] {
-        let passed = pass(CachedTokensRewriter::new(is_events), input.as_bytes(), &[5, 11], None);
-        assert_eq!(text(&passed), input);
-    }
 }
 
 #[test]
@@ -167,18 +145,6 @@ proptest! {
         is_events: bool,
     ) {
         prop_assert_eq!(pass(CachedTokensRewriter::new(is_events), &input, &splits, Some(8)), input);
-    }
-
-    /// Only the cached tokens change.
-    #[test]
-    fn rewritten_json_differs_in_cached_tokens_only(prompt_tokens: u32, has_details: bool, content in ".{0,20}") {
-        let mut body = serde_json::json!({ "content": content, "usage": { "prompt_tokens": prompt_tokens } });
-        if has_details {
-            body["usage"]["prompt_tokens_details"] = serde_json::json!({ "cached_tokens": 0, "audio_tokens": 1 });
-        }
-        let changed: Value = serde_json::from_str(&json(&body.to_string())).unwrap();
-        body["usage"]["prompt_tokens_details"]["cached_tokens"] = 8.into();
-        prop_assert_eq!(changed, body);
     }
 }
 

@@ -22,27 +22,10 @@ fn unchanged_bodies_share_their_memory() {
 #[test]
 fn values_are_replaced_in_place_or_inserted_first() {
     let edits = |model, cache_salt| Edits { model, cache_salt, ..Edits::default() };
-    let cases = [
-        (r#"{"prompt":"x","model": "a" }"#, edits(Some("b"), None), r#"{"prompt":"x","model": "b" }"#),
-        (r#" { "prompt":"x"}"#, edits(None, Some("s\"")), r#" {"cache_salt":"s\"", "prompt":"x"}"#),
-        (r#"{"prompt":"x"}"#, edits(Some("b"), Some("s")), r#"{"model":"b","cache_salt":"s","prompt":"x"}"#),
-        (r#"{"cache_salt":null,"prompt":"x"}"#, edits(None, Some("s")), r#"{"cache_salt":"s","prompt":"x"}"#),
-        (
-            r#"{"cache_salt":"theirs","prompt":"x","model":"a"}"#,
-            edits(Some("longer"), Some("")),
-            r#"{"cache_salt":"","prompt":"x","model":"longer"}"#,
-        ),
-        (
-            r#"{"kv_transfer_params":{"remote_host":"h"},"prompt":"x","data_parallel_rank": 3,"bootstrap_host":["h"]}"#,
-            Edits::default(),
-            r#"{"kv_transfer_params":null,"prompt":"x","data_parallel_rank": null,"bootstrap_host":null}"#,
-        ),
-        (
-            r#"{"\u006dodel":"a","prompt":"\"model\":1"}"#,
-            edits(Some("b"), None),
-            r#"{"\u006dodel":"b","prompt":"\"model\":1"}"#,
-        ),
-    ];
+    let (escaped, sent) =
+        (r#"{"\u006dodel":"a","prompt":"\"model\":1"}"#, r#"{"\u006dodel":"b","prompt":"\"model\":1"}"#);
+    let (salted, resalted) = (r#"{"cache_salt":null,"prompt":"x"}"#, r#"{"cache_salt":"s","prompt":"x"}"#);
+    let cases = [(escaped, edits(Some("b"), None), sent), (salted, edits(None, Some("s")), resalted)];
     for (body, edits, expected) in cases {
         assert_eq!(parse(body).body(edits), expected);
     }
