@@ -130,18 +130,6 @@ async fn an_engine_with_another_size_serves_and_is_reported() {
     other.shutdown().await;
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_engine_with_another_size_than_configured_serves_and_is_reported() {
-    let engine = vllm(48).await;
-    let mut settings = on(&[&engine]);
-    settings.models[0].router.block_size = Some(64);
-    let gateway = Gateway::start(settings).await.expect("the gateway starts");
-    until("the engine has joined", || router(&gateway).workers().len() == 1).await;
-    serves_as_a_misfit(&gateway, (48, 64)).await;
-    gateway.shutdown(Duration::ZERO).await;
-    engine.shutdown().await;
-}
-
 /// The pages report half the block size of the events.
 async fn context_parallel_engine(configured: Option<u32>) {
     let config = MockConfig {

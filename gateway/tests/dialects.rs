@@ -2,7 +2,6 @@
 //! of the engines per tier and namespace, and no tenant sees the blocks of another.
 //!
 //! `DIALECT_EVENTS` sets the number of events of each dialect.
-#![allow(clippy::print_stdout, reason = "the numbers of compared blocks are the output")]
 
 use std::collections::BTreeSet;
 
@@ -18,7 +17,7 @@ use crate::common::workload::{BLOCK_SIZE, block_hashes_of};
 use crate::engines::Account;
 
 /// Events of a plain `cargo test`.
-const EVENTS: u64 = 4_000;
+const EVENTS: u64 = 2_000;
 
 #[expect(clippy::disallowed_methods, reason = "test effort is not router configuration")]
 fn events_min() -> u64 {
@@ -41,13 +40,7 @@ async fn stays_exact(dialect: Dialect, page_size: u32) {
             _ => {}
         }
     }
-    let Account { blocks_compared, salted_overlaps, probes, as_predicted, whole_prompts, hits, .. } = account;
-    println!(
-        "{dialect:?}: {} events, {} requests, {blocks_compared} blocks compared, {salted_overlaps} salted overlaps; \
-         {as_predicted} + {whole_prompts} of {probes} probes as predicted, {hits} with hits",
-        fleet.events(),
-        fleet.sent(),
-    );
+    let Account { salted_overlaps, probes, as_predicted, whole_prompts, hits } = account;
     assert!(salted_overlaps > 0 || dialect.beside_window_blocks() > 0);
     assert!(hits > 0 && as_predicted + whole_prompts == probes);
 }

@@ -34,8 +34,6 @@ pub(crate) struct Fleet {
     formats: Vec<EventFormat>,
     sent: u64,
     unshared: AtomicU64,
-    /// Attempts without a response from the engine.
-    pub(crate) failures: Arc<AtomicU64>,
     direct: Client,
 }
 
@@ -69,7 +67,6 @@ impl Fleet {
             formats: formats.to_vec(),
             sent: 0,
             unshared: AtomicU64::new(0),
-            failures: Arc::default(),
             direct: Client::default(),
         };
         for (n, format) in formats.iter().enumerate() {
@@ -151,7 +148,7 @@ impl Fleet {
     pub(crate) fn traffic(&mut self, count: u64) -> Traffic {
         let numbers = self.sent..self.sent + count;
         self.sent = numbers.end;
-        Traffic::start(&self.router, numbers, &self.failures)
+        Traffic::start(&self.router, numbers)
     }
 
     /// Sends a unique prompt to each rank directly, without the router, so every rank publishes at least one event.
@@ -174,11 +171,6 @@ impl Fleet {
 
     pub(crate) fn request(n: u64) -> WorkloadRequest {
         WorkloadRequest::nth(SEED, n)
-    }
-
-    /// Number of requests so far.
-    pub(crate) fn sent(&self) -> u64 {
-        self.sent
     }
 
     /// Resets the cache of every engine.
@@ -266,44 +258,37 @@ impl Fleet {
         truth
     }
 
-    /// Waits until the index matches the caches and every rank is live. Returns the time since the end of the fault. No
-    /// engine publishes during the wait.
-    pub(crate) async fn healed(&self, what: &str, since: Instant) -> Duration {
-        let mut pace = pace();
+    /// Waits until the index matches the caches and every rank is live. No engine publishes during the wait.
+    pub(crate) async fn healed(&self, what: &str) {
+        let (begun, mut pace) = (Instant::now(), pace());
         loop {
             self.engines_quiet().await;
             let behind = self.behind();
             let differences = if behind.is_empty() { self.differences().await.1 } else { Vec::new() };
             if behind.is_empty() && differences.is_empty() {
-                return since.elapsed();
+                return;
             }
             let few = &differences[..differences.len().min(20)];
             let count = differences.len();
-            assert!(since.elapsed() < PATIENCE, "{what}: {count} differences: {few:#?}; behind: {behind:#?}");
+            assert!(begun.elapsed() < PATIENCE, "{what}: {count} differences: {few:#?}; behind: {behind:#?}");
             pace.tick().await;
         }
     }
 
-    /// Time from `since`, when an engine restarted, until all its ranks have sent messages and are live.
-    pub(crate) async fn trusted_again(&self, n: usize, since: Instant) -> Duration {
+    /// Waits until all ranks of a restarted engine have sent messages and are live.
+    pub(crate) async fn trusted_again(&self, n: usize) {
         let of_engine = || {
             let sources = self.router.kv_sources().into_iter();
             sources.filter(|source| source.rank.worker.0 == n as u64).collect::<Vec<_>>()
         };
         // Messages of its earlier life are not counted again.
         let before: Vec<u64> = of_engine().iter().map(|source| source.messages).collect();
-        let mut pace = pace();
-        loop {
-            let sources = of_engine();
-            let has_advanced = |(source, before): (&KvSourceStatus, &u64)| {
+        let is_trusted = || {
+            of_engine().iter().zip(&before).all(|(source, before)| {
                 source.connected && source.state == StreamState::Live && source.messages > *before
-            };
-            if sources.iter().zip(&before).all(has_advanced) {
-                return since.elapsed();
-            }
-            assert!(since.elapsed() < PATIENCE, "the index of engine {n} did not recover: {sources:#?}");
-            pace.tick().await;
-        }
+            })
+        };
+        until("the index of the engine has recovered", is_trusted).await;
     }
 
     /// Sends one request with nothing else in flight and waits for its events. Returns predicted and delivered tokens.
@@ -333,12 +318,12 @@ pub(crate) struct Traffic {
 }
 
 impl Traffic {
-    fn start(router: &Router, numbers: Range<u64>, failures: &Arc<AtomicU64>) -> Self {
+    fn start(router: &Router, numbers: Range<u64>) -> Self {
         let next = Arc::new(AtomicU64::new(numbers.start));
         let (sender, sent) = watch::channel(0);
         let mut clients = JoinSet::new();
         for _ in 0..CLIENTS {
-            let (router, next, failures) = (router.clone(), Arc::clone(&next), Arc::clone(failures));
+            let (router, next) = (router.clone(), Arc::clone(&next));
             let (sender, numbers) = (sender.clone(), numbers.clone());
             clients.spawn(async move {
                 let mut client = Client::default();
@@ -348,7 +333,7 @@ impl Traffic {
                         break;
                     }
                     sender.send_modify(|sent| *sent = (*sent).max(n - numbers.start));
-                    serve(&router, &mut client, n, &failures).await;
+                    serve(&router, &mut client, n).await;
                 }
             });
         }
@@ -372,7 +357,7 @@ impl Traffic {
 }
 
 /// Places a request and completes it; retries until an engine responds.
-async fn serve(router: &Router, client: &mut Client, n: u64, failures: &AtomicU64) {
+async fn serve(router: &Router, client: &mut Client, n: u64) {
     let request = Fleet::request(n);
     let (begun, mut pace) = (Instant::now(), pace());
     for attempt in 0.. {
@@ -393,7 +378,6 @@ async fn serve(router: &Router, client: &mut Client, n: u64, failures: &AtomicU6
                 return;
             }
             Err(outcome) => {
-                failures.fetch_add(1, Ordering::Relaxed);
                 placement.outcome(outcome);
                 drop(placement);
                 pace.tick().await;
