@@ -9,7 +9,7 @@ use crate::common::proxy::PATIENCE;
 use crate::demo_gateway::OneModel;
 
 fn config() -> DemoConfig {
-    DemoConfig { seed: 5, requests: 24, clients: 4, time_scale: Some(0.0), ..DemoConfig::default() }
+    DemoConfig { seed: 5, requests: 12, clients: 2, time_scale: Some(0.0), ..DemoConfig::default() }
 }
 
 async fn report(config: &DemoConfig) -> Report {
@@ -25,29 +25,11 @@ async fn report(config: &DemoConfig) -> Report {
 async fn all_requests_succeed_and_the_router_has_more_cache_hits() {
     let report = report(&config()).await;
     assert!(report.is_clean(), "{report}");
-    assert_eq!((report.baseline.requests, report.routed.requests), (24, 24));
+    assert_eq!((report.baseline.requests, report.routed.requests), (12, 12));
     assert!(report.same_requests, "prompts quote responses, which do not depend on the engine");
     assert_eq!(report.baseline.prompt_tokens, report.routed.prompt_tokens);
     assert!(report.routed.cached_tokens > report.baseline.cached_tokens, "{report}");
     assert!(!report.times_usable, "no pace is set");
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn requests_depend_on_the_seed_alone() {
-    let (first, again) = (report(&config()).await, report(&config()).await);
-    let other = report(&DemoConfig { seed: 6, ..config() }).await;
-    assert_eq!(first.routed.requests_digest, again.routed.requests_digest);
-    assert_ne!(first.routed.requests_digest, other.routed.requests_digest);
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_report_is_json_and_plain_text() {
-    let report = report(&DemoConfig { requests: 6, clients: 2, ..config() }).await;
-    let json: serde_json::Value = serde_json::from_str(&report.json()).expect("valid JSON");
-    assert_eq!((&json["routed"]["requests"], &json["engines"], &json["seed"]), (&6.into(), &4.into(), &5.into()));
-    let text = report.to_string();
-    assert!(text.contains("time to first token") && text.contains("--time-scale 0"), "{text}");
-    assert!(!text.contains(|c: char| c.is_control() && c != '\n'), "{text:?}");
 }
 
 #[tokio::test]

@@ -25,7 +25,9 @@ use tokio::time::timeout;
 
 use crate::common::directory::Directory;
 use crate::common::process::{Process, serve};
-use crate::common::proxy::{self, PATIENCE, eventually, kept, ready};
+use crate::common::proxy::{
+    self, Act, EVENT, PATIENCE, Scripted, chunk, chunked_head, eventually, full_response, kept, ready, stream_end,
+};
 
 /// Clients in the middle of a response.
 const STREAMS: usize = 500;
@@ -63,15 +65,25 @@ async fn begun(address: SocketAddr, n: usize, max_tokens: u32) -> (TcpStream, St
 
 /// An engine with simulated latency that runs `time_scale` virtual seconds per real second.
 async fn engine(time_scale: f64) -> MockEngine {
-    let config = MockConfig { time_scale, sequences_max: 2 * STREAMS as u32, ..MockConfig::default() };
-    MockEngine::start(config).await.expect("the engine starts")
+    MockEngine::start(MockConfig { time_scale, ..MockConfig::default() }).await.expect("the engine starts")
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_drain_with_500_open_streams_breaks_none() {
-    // 100 steps of 14 ms at a twentieth of the speed: the signal arrives long before the last step.
-    let engine = engine(0.05).await;
-    let process = start(&engine).await;
+    let worker = Scripted::with(Vec::new(), |_, got| match got.head.starts_with("GET ") {
+        true => vec![full_response("200 OK", "{}")],
+        false => vec![chunked_head(), chunk(EVENT), Act::Wait, chunk("data: [DONE]\n\n"), stream_end()],
+    })
+    .await;
+    let config = format!(
+        "[[models]]\nname = \"mock\"\nworkers = [{{ url = \"{}\" }}]\n[models.tokens]\nsource = \"none\"\n",
+        worker.url()
+    );
+    let (directory, mut command) = (Directory::new(), serve());
+    let config = directory.write("pointsman.toml", config);
+    command.args(["--listen", "127.0.0.1:0", "--config"]).arg(config);
+    let process = Process::start(command).await;
+    ready(process.address).await;
     let mut asking = JoinSet::new();
     for n in 0..STREAMS {
         asking.spawn(begun(process.address, n, 100));
@@ -82,6 +94,7 @@ async fn a_drain_with_500_open_streams_breaks_none() {
 
     process.signal("TERM");
     eventually("the listener closes", async || TcpStream::connect(process.address).await.is_err()).await;
+    worker.release(STREAMS);
     let mut ending = JoinSet::new();
     for (mut stream, mut received) in streams {
         ending.spawn(async move {
@@ -97,7 +110,6 @@ async fn a_drain_with_500_open_streams_breaks_none() {
         assert!(received.ends_with("0\r\n\r\n"), "{received}");
     }
     assert_eq!(process.exit().await.code(), Some(0));
-    engine.shutdown().await;
 }
 
 /// A streamed request for this many tokens on a kept connection.
@@ -270,20 +282,6 @@ async fn a_successor_starts_at_the_same_addresses_while_its_predecessor_drains()
     // Only one process listens on the admin address.
     assert_eq!(get(admin.parse().expect("an address"), "/live").await, 401);
     drop(second);
-    engine.shutdown().await;
-}
-
-#[tokio::test]
-async fn unused_signals_are_ignored_and_logged() {
-    let engine = engine(1.0).await;
-    let mut process = start(&engine).await;
-    for signal in ["USR1", "USR2"] {
-        process.signal(signal);
-        process.logged(&format!("SIG{signal}")).await;
-    }
-    assert_eq!(get(process.address, "/live").await, 200);
-    process.signal("TERM");
-    assert_eq!(process.exit().await.code(), Some(0));
     engine.shutdown().await;
 }
 

@@ -82,7 +82,7 @@ async fn unfinished(address: SocketAddr) -> TcpStream {
     stream
 }
 
-/// Six rounds of a load that used 6.4 GB on the trial's machine, at a smaller scale.
+/// Three rounds of a load that used 6.4 GB on the trial's machine, at a smaller scale.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn unfinished_bodies_stay_within_the_budget_and_are_freed() {
     let engine =
@@ -91,7 +91,7 @@ async fn unfinished_bodies_stay_within_the_budget_and_are_freed() {
     ready(process.0.address).await;
     let idle = process.resident_bytes();
     let mut peak = 0;
-    for _ in 0..6 {
+    for _ in 0..3 {
         let mut sending = JoinSet::new();
         for _ in 0..CLIENTS {
             sending.spawn(unfinished(process.0.address));

@@ -269,23 +269,6 @@ async fn the_number_of_resumptions_is_limited() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn resumptions_use_the_retry_budget() {
-    let start = events("first", &["one"])[..2].concat();
-    let bad = Scripted::start(move |_| stream(&[&start]).into_iter().chain([Act::Close]).collect()).await;
-    let good = completing(&[" two"]).await;
-    let site = Site::with(&[bad.url(), good.url()], 1, |settings| settings.retry_share_max = 0.0).await;
-    let mut cut = 0;
-    for _ in 0..60 {
-        cut += usize::from(!site.post(CHAT, &chat(json!({}))).await.is_whole);
-    }
-    // Ten retries per ten seconds are allowed at any share.
-    let (resumed, failed) = (site.migrations("resumed").await, site.migrations("failed").await);
-    assert!(resumed >= 10 && failed >= 1, "{resumed} resumed, {failed} failed");
-    assert_eq!(cut as u64, failed);
-    site.at_rest().await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn rejected_and_unreachable_resumptions_are_cut_off() {
     let start = events("first", &["one"])[..2].concat();
     let rejects = || crate::common::proxy::answer("400 Bad Request", "{\"error\":{\"message\":\"no\"}}");

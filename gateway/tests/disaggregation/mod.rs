@@ -36,7 +36,6 @@
 
 use pointsman_gateway::formats::handover::Protocol;
 
-use pointsman::{Prompt, RouteRequest};
 use pools::{BLOCK_SIZE, Pools, Size, alone, completion};
 
 mod drill;
@@ -84,29 +83,5 @@ async fn every_protocol_serves_in_two_legs() {
         let claimed = Pools::sum(&pools.prefills, |sums| sums.blocks_claimed_total);
         assert!(held > 0 && held == claimed, "{protocol}: {claimed} of {held} blocks claimed");
         assert_eq!(pools.prefills("remote").await, count, "{protocol}");
-    }
-}
-
-/// Prompts of few groups, one after the other: each prefill finds what the router of the prefill pool reports, as in
-/// simulations, which use the same router.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_hit_rate_of_the_prefill_pool_is_that_of_its_router() {
-    for protocol in Protocol::ALL {
-        let pools = Pools::start(protocol, Size { ranks: ranks(protocol), ..SMALL }, |_| {}).await;
-        let router = pools.gateway.router("mock-prefill").expect("the model exists").clone();
-        let (mut predicted, mut delivered) = (Vec::new(), Vec::new());
-        for n in 0..40_u32 {
-            let mut tokens = prompt(800 + n % 5, 3 + n % 4);
-            tokens.truncate(tokens.len() / BLOCK_SIZE as usize * BLOCK_SIZE as usize);
-            tokens.extend(prompt(900 + n, 2));
-            let best = router.find_best_match(RouteRequest::query(Prompt::Tokens(&tokens))).await.expect("a rank");
-            predicted.push(u64::from(best.cached_tokens()));
-            delivered.push(completion(&pools.complete(&tokens, 2, n % 2 == 0).await).1.expect("usage"));
-            let blocks = u32::try_from(tokens.len()).expect("short") / BLOCK_SIZE;
-            pools.until_indexed("mock-prefill", &tokens, blocks).await;
-            pools.at_rest().await;
-        }
-        assert_eq!(delivered, predicted, "{protocol}");
-        assert!(delivered.iter().filter(|tokens| **tokens > 0).count() > 30, "{protocol}: {delivered:?}");
     }
 }
