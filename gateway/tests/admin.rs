@@ -16,45 +16,54 @@ use crate::common::admin::{ALIAS, AdminClient, MODEL, TOKEN, file, settings};
 use crate::common::proxy::{receive, until};
 
 /// Every route with a valid body. Routes that stop workers come last.
-const ROUTES: &[(&str, &str, &str)] = &[
-    ("GET", "/live", ""),
-    ("GET", "/admin/config", ""),
-    ("GET", "/admin/decisions", ""),
-    ("GET", "/admin/models", ""),
-    ("GET", "/admin/models/mock/config", ""),
-    ("GET", "/admin/models/mock/dump", ""),
-    ("GET", "/admin/models/mock/health", ""),
-    ("GET", "/admin/models/mock/loads", ""),
-    ("GET", "/admin/models/mock/workers", ""),
-    ("POST", "/admin/models/mock/explain", r#"{"tokens":[1,2,3,4]}"#),
-    ("POST", "/admin/models/mock/overlap", r#"{"tokens":[1,2,3,4]}"#),
-    ("POST", "/admin/models/mock/workers", r#"{"endpoint":"http://127.0.0.1:2"}"#),
-    ("PUT", "/admin/models/mock/workers/2", r#"{"endpoint":"http://127.0.0.1:3"}"#),
-    ("PATCH", "/admin/models/mock/workers/1", r#"{"taints":["a"]}"#),
-    ("POST", "/admin/models/mock/workers/1/cordon", ""),
-    ("POST", "/admin/models/mock/workers/1/uncordon", ""),
-    ("POST", "/admin/models/mock/workers/1/drain", r#"{"timeout_ms":0}"#),
-    ("DELETE", "/admin/models/mock/workers/2", ""),
-];
+const ROUTES: &str = r#"
+GET /live
+GET /admin/config
+GET /admin/decisions
+GET /admin/models
+GET /admin/models/mock/config
+GET /admin/models/mock/dump
+GET /admin/models/mock/health
+GET /admin/models/mock/loads
+GET /admin/models/mock/workers
+POST /admin/models/mock/explain {"tokens":[1,2,3,4]}
+POST /admin/models/mock/overlap {"tokens":[1,2,3,4]}
+POST /admin/models/mock/workers {"endpoint":"http://127.0.0.1:2"}
+PUT /admin/models/mock/workers/2 {"endpoint":"http://127.0.0.1:3"}
+PATCH /admin/models/mock/workers/1 {"taints":["a"]}
+POST /admin/models/mock/workers/1/cordon
+POST /admin/models/mock/workers/1/uncordon
+POST /admin/models/mock/workers/1/drain {"timeout_ms":0}
+DELETE /admin/models/mock/workers/2
+"#;
+
+/// Method, path and body of each line.
+fn requests(lines: &str) -> impl Iterator<Item = (&str, &str, &str)> {
+    lines.trim().lines().map(|line| {
+        let mut words = line.splitn(3, ' ');
+        let mut word = || words.next().unwrap_or_default();
+        (word(), word(), word())
+    })
+}
 
 #[tokio::test]
 async fn admin_routes_require_the_token() {
     let client = AdminClient::start().await;
     client.router().upsert_worker(WorkerId(1), WorkerConfig::at("http://127.0.0.1:1")).await.expect("a worker");
     let before = client.router().workers();
-    let nowhere = [("GET", "/", ""), ("GET", "/nowhere", ""), ("DELETE", "/admin/models", "")];
+    let nowhere = "GET /\nGET /nowhere\nDELETE /admin/models";
     let right = format!("authorization: Bearer {TOKEN}");
     let wrong = format!("authorization: Bearer {TOKEN}x");
     let basic = format!("authorization: Basic {TOKEN}");
-    for (method, path, body) in ROUTES.iter().chain(&nowhere) {
+    for (method, path, body) in requests(ROUTES).chain(requests(nowhere)) {
         let in_query = format!("{path}?token={TOKEN}&access_token={TOKEN}");
         for (path, headers) in [
-            (*path, &[] as &[&str]),
-            (*path, &[&wrong]),
-            (*path, &[&basic]),
-            (*path, &["authorization:"]),
-            (*path, &[&right, &right]),
-            (*path, &[&format!("x-api-key: {TOKEN}"), &format!("cookie: token={TOKEN}")]),
+            (path, &[] as &[&str]),
+            (path, &[&wrong]),
+            (path, &[&basic]),
+            (path, &["authorization:"]),
+            (path, &[&right, &right]),
+            (path, &[&format!("x-api-key: {TOKEN}"), &format!("cookie: token={TOKEN}")]),
             (&in_query, &[]),
         ] {
             let answer = client.send_with_headers(method, path, body, headers).await;
@@ -64,7 +73,7 @@ async fn admin_routes_require_the_token() {
         }
     }
     assert_eq!(client.router().workers(), before, "no change");
-    for (method, path, body) in ROUTES {
+    for (method, path, body) in requests(ROUTES) {
         let answer = client.send(method, path, body).await;
         assert!((200..300).contains(&answer.status), "{method} {path}: {}", String::from_utf8_lossy(&answer.body));
         assert!(answer.head.contains("cache-control: no-store"), "{}", answer.head);
@@ -180,116 +189,118 @@ async fn an_abandoned_drain_continues_and_reports_cut_off_bookings() {
     until("worker removed", || router.workers().is_empty()).await;
 }
 
+/// Status, code, method, path and body. `W` is the path of the workers, `M` that of the model, `E` a valid endpoint.
+const REJECTED: &str = r#"
+404 model_not_found GET /admin/models/other/workers
+404 model_not_found PUT /admin/models/other/workers/1 {E}
+404 model_not_found POST /admin/models/other/explain {"tokens":[1]}
+404 worker_not_found PATCH W/9 {}
+404 worker_not_found DELETE W/9
+404 worker_not_found POST W/9/drain {"timeout_ms":1}
+404 worker_not_found POST W/9/undrain
+404 worker_not_found POST W/9/cordon
+404 worker_not_found POST W/9/uncordon
+409 worker_not_draining POST W/1/undrain
+400 invalid_worker_id PUT W/one {E}
+400 invalid_worker_id PUT W/-1 {E}
+400 invalid_worker_id PUT W/+1 {E}
+400 invalid_worker_id PUT W/01 {E}
+400 invalid_worker_id PUT W/1.0 {E}
+400 invalid_worker_id PUT W/18446744073709551616 {E}
+400 invalid_worker_id DELETE W/1%2F
+400 invalid_json PUT W/2
+400 invalid_json PUT W/2 {
+400 invalid_json PUT W/2 []
+400 invalid_json PUT W/2 {}
+400 invalid_json PUT W/2 {E,"endpiont":"x"}
+400 invalid_json PUT W/2 {E,"data_parallel_size":"2"}
+400 invalid_json PATCH W/1 {"endpiont":"x"}
+422 rule_broken PUT W/2 {E,"data_parallel_size":0}
+422 rule_broken PUT W/2 {E,"health_path":"x"}
+422 rule_broken PUT W/2 {E,"health_path":"/x\r\nhost: y"}
+422 rule_broken PUT W/2 {E,"is_eagle":true}
+422 rule_broken PUT W/2 {E,"kv_events":{"endpoint":"x"}}
+422 rule_broken PUT W/2 {E,"load":{"metrics":"file:///x"}}
+422 rule_broken PUT W/2 {"endpoint":"ftp://127.0.0.1"}
+422 rule_broken PUT W/2 {"endpoint":"http://me:pw@127.0.0.1"}
+422 rule_broken PUT W/2 {"endpoint":"http://e/?a=b"}
+422 rule_broken PUT W/2 {"endpoint":"http://e\r\nx: y"}
+422 rule_broken POST W {"endpoint":"127.0.0.1:8000"}
+422 rule_broken PATCH W/1 {"endpoint":"unix:///x"}
+400 invalid_json POST W/1/drain {}
+400 invalid_json POST W/1/drain {"timeout_ms":-1}
+422 rule_broken POST W/1/drain {"timeout_ms":86400001}
+400 invalid_prompt POST M/explain {}
+400 invalid_json POST M/explain {"tokens":[1],"pin":{"worker":"x"}}
+400 invalid_json PATCH W/1 {"taints":[],"taints":["a"]}
+400 invalid_json POST M/explain {"tokens":[4294967296]}
+400 invalid_json POST M/explain {"tokens":[1],"ttft_ms":0}
+400 unknown_class POST M/explain {"tokens":[1],"policy_class":"none"}
+400 invalid_request POST M/overlap {"tokens":[1],"overrides":{"temperature":-1}}
+405 method_not_allowed POST /admin/models {}
+405 method_not_allowed DELETE W
+405 method_not_allowed GET W/1/drain
+400 unknown_query GET /admin/models?all=true
+"#;
+
 #[tokio::test]
 async fn rejected_changes_have_a_reason_and_no_effect() {
     let client = AdminClient::start().await;
-    let at = |endpoint: &str| json!({ "endpoint": endpoint }).to_string();
-    client.send("PUT", "/admin/models/mock/workers/1", &at("http://127.0.0.1:1")).await;
+    let model = "/admin/models/mock";
+    client.send("PUT", &format!("{model}/workers/1"), r#"{"endpoint":"http://127.0.0.1:1"}"#).await;
     let before = client.router().workers();
-    let good = at("http://127.0.0.1:2");
-    let with = |field: &str, value: Value| json!({ "endpoint": "http://127.0.0.1:2", field: value }).to_string();
-    let deep = format!(r#"{{"messages":{}{}}}"#, "[".repeat(100_000), "]".repeat(100_000));
-    let workers = "/admin/models/mock/workers";
-    let cases: Vec<(&str, String, String, u16, &str)> = vec![
-        ("GET", "/admin/models/other/workers".into(), String::new(), 404, "model_not_found"),
-        ("PUT", "/admin/models/other/workers/1".into(), good.clone(), 404, "model_not_found"),
-        ("POST", "/admin/models/other/explain".into(), r#"{"tokens":[1]}"#.into(), 404, "model_not_found"),
-        ("PATCH", format!("{workers}/9"), "{}".into(), 404, "worker_not_found"),
-        ("DELETE", format!("{workers}/9"), String::new(), 404, "worker_not_found"),
-        ("POST", format!("{workers}/9/drain"), r#"{"timeout_ms":1}"#.into(), 404, "worker_not_found"),
-        ("POST", format!("{workers}/9/undrain"), String::new(), 404, "worker_not_found"),
-        ("POST", format!("{workers}/9/cordon"), String::new(), 404, "worker_not_found"),
-        ("POST", format!("{workers}/9/uncordon"), String::new(), 404, "worker_not_found"),
-        ("POST", format!("{workers}/1/undrain"), String::new(), 409, "worker_not_draining"),
-        ("PUT", format!("{workers}/one"), good.clone(), 400, "invalid_worker_id"),
-        ("PUT", format!("{workers}/-1"), good.clone(), 400, "invalid_worker_id"),
-        ("PUT", format!("{workers}/01"), good.clone(), 400, "invalid_worker_id"),
-        ("PUT", format!("{workers}/18446744073709551616"), good.clone(), 400, "invalid_worker_id"),
-        ("DELETE", format!("{workers}/1%2F"), String::new(), 400, "invalid_worker_id"),
-        ("PUT", format!("{workers}/2"), String::new(), 400, "invalid_json"),
-        ("PUT", format!("{workers}/2"), "{".into(), 400, "invalid_json"),
-        ("PUT", format!("{workers}/2"), "[]".into(), 400, "invalid_json"),
-        ("PUT", format!("{workers}/2"), "{}".into(), 400, "invalid_json"),
-        ("PUT", format!("{workers}/2"), with("endpiont", json!("x")), 400, "invalid_json"),
-        ("PUT", format!("{workers}/2"), with("data_parallel_size", json!("2")), 400, "invalid_json"),
-        ("PATCH", format!("{workers}/1"), r#"{"endpiont":"x"}"#.into(), 400, "invalid_json"),
-        ("PUT", format!("{workers}/2"), with("data_parallel_size", json!(0)), 422, "rule_broken"),
-        ("PUT", format!("{workers}/2"), with("health_path", json!("x")), 422, "rule_broken"),
-        ("PUT", format!("{workers}/2"), with("is_eagle", json!(true)), 422, "rule_broken"),
-        ("PUT", format!("{workers}/2"), with("kv_events", json!({ "endpoint": "x" })), 422, "rule_broken"),
-        ("PUT", format!("{workers}/2"), with("load", json!({ "metrics": "file:///x" })), 422, "rule_broken"),
-        ("PUT", format!("{workers}/2"), at("ftp://127.0.0.1"), 422, "rule_broken"),
-        ("PUT", format!("{workers}/2"), at("http://me:pw@127.0.0.1"), 422, "rule_broken"),
-        ("POST", workers.into(), at("127.0.0.1:8000"), 422, "rule_broken"),
-        ("PATCH", format!("{workers}/1"), r#"{"endpoint":"unix:///x"}"#.into(), 422, "rule_broken"),
-        ("POST", format!("{workers}/1/drain"), "{}".into(), 400, "invalid_json"),
-        ("POST", format!("{workers}/1/drain"), r#"{"timeout_ms":-1}"#.into(), 400, "invalid_json"),
-        ("POST", format!("{workers}/1/drain"), r#"{"timeout_ms":86400001}"#.into(), 422, "rule_broken"),
-        ("POST", "/admin/models/mock/explain".into(), "{}".into(), 400, "invalid_prompt"),
-        ("POST", "/admin/models/mock/explain".into(), deep, 400, "invalid_json"),
-        ("POST", "/admin/models/mock/explain".into(), "{\"prompt\":\"\u{0}\"}".into(), 400, "invalid_json"),
-        ("PATCH", format!("{workers}/1"), r#"{"taints":[],"taints":["a"]}"#.into(), 400, "invalid_json"),
-        ("POST", "/admin/models/mock/explain".into(), r#"{"tokens":[4294967296]}"#.into(), 400, "invalid_json"),
-        ("POST", "/admin/models/mock/explain".into(), r#"{"tokens":[1],"ttft_ms":0}"#.into(), 400, "invalid_json"),
-        (
-            "POST",
-            "/admin/models/mock/explain".into(),
-            r#"{"tokens":[1],"policy_class":"none"}"#.into(),
-            400,
-            "unknown_class",
-        ),
-        (
-            "POST",
-            "/admin/models/mock/overlap".into(),
-            r#"{"tokens":[1],"overrides":{"temperature":-1}}"#.into(),
-            400,
-            "invalid_request",
-        ),
-        ("POST", "/admin/models".into(), "{}".into(), 405, "method_not_allowed"),
-        ("DELETE", workers.into(), String::new(), 405, "method_not_allowed"),
-        ("GET", format!("{workers}/1/drain"), String::new(), 405, "method_not_allowed"),
-        ("GET", "/admin/models?all=true".into(), String::new(), 400, "unknown_query"),
-        ("PUT", format!("{workers}/2"), " ".repeat((8 << 20) + 1), 413, "body_too_large"),
-    ];
-    for (method, path, body, status, code) in cases {
+    let rejected = async |expected: &str, method: &str, path: &str, body: &str| {
+        let path = path.replace('W', "M/workers").replace('M', model);
+        let body = body.replace("{E", r#"{"endpoint":"http://127.0.0.1:2""#);
         let answer = client.send(method, &path, &body).await;
         let shown: String = body.chars().take(80).collect();
-        assert_eq!((answer.status, answer.code().as_str()), (status, code), "{method} {path} {shown}");
+        assert_eq!(format!("{} {}", answer.status, answer.code()), expected, "{method} {path} {shown}");
         assert!(!String::from_utf8_lossy(&answer.body).contains("pw"), "{method} {path} {shown}");
+    };
+    for line in REJECTED.trim().lines() {
+        let (expected, request) = line.split_at(line.match_indices(' ').nth(1).expect("a request").0);
+        let (method, path, body) = requests(request).next().expect("a request");
+        rejected(expected, method, path, body).await;
     }
+    let deep = format!(r#"{{"messages":{}{}}}"#, "[".repeat(100_000), "]".repeat(100_000));
+    rejected("400 invalid_json", "POST", "M/explain", &deep).await;
+    rejected("400 invalid_json", "POST", "M/explain", "{\"prompt\":\"\u{0}\"}").await;
+    rejected("413 body_too_large", "PUT", "W/2", &" ".repeat((8 << 20) + 1)).await;
     assert_eq!(client.router().workers(), before);
 }
+
+const AMBIGUOUS: &str = r"
+//admin/models
+/admin//models
+/admin/models/
+/admin/models//workers
+/./admin/models
+/x/../admin/models
+/x/%2e%2e/admin/models
+/admin/models/%2e%2e/config
+/admin/models/../config
+/admin/models/mock/../../config
+/admin/models/mock/workers/../config
+/admin/models/mock%2Fworkers
+/admin/models/mock%2Fworkers/config
+/admin/models/%6dock%00/config
+/admin/models/%ff/config
+/admin/models/org/mock/config
+/admin/models/%256dock/config
+/%61dmin/models
+/admin/Models
+/admin/models;x=y
+/admin\models
+http://127.0.0.1/admin/models
+http://127.0.0.1:1/admin/models
+";
 
 #[tokio::test]
 async fn ambiguous_admin_paths_are_rejected() {
     let client = AdminClient::start().await;
     client.send("PUT", "/admin/models/mock/workers/1", r#"{"endpoint":"http://127.0.0.1:1"}"#).await;
-    for path in [
-        "//admin/models",
-        "/admin//models",
-        "/admin/models/",
-        "/admin/models//workers",
-        "/./admin/models",
-        "/x/../admin/models",
-        "/x/%2e%2e/admin/models",
-        "/admin/models/%2e%2e/config",
-        "/admin/models/../config",
-        "/admin/models/mock/../../config",
-        "/admin/models/mock/workers/../config",
-        "/admin/models/mock%2Fworkers",
-        "/admin/models/mock%2Fworkers/config",
-        "/admin/models/%6dock%00/config",
-        "/admin/models/%ff/config",
-        "/admin/models/org/mock/config",
-        "/admin/models/%256dock/config",
-        "/%61dmin/models",
-        "/admin/Models",
-        "/admin/models;x=y",
-        "/admin\\models",
-        "http://127.0.0.1/admin/models",
-        "http://127.0.0.1:1/admin/models",
-        &format!("/admin/models/{}/config", "x".repeat(3000)),
-    ] {
+    let long = format!("/admin/models/{}/config", "x".repeat(3000));
+    for path in AMBIGUOUS.trim().lines().chain([&*long]) {
         let answer = client.send("GET", path, "").await;
         assert!(answer.status == 404 || (answer.status == 400 && answer.body.is_empty()), "{path}: {}", answer.status);
     }

@@ -5,70 +5,69 @@ use crate::alone;
 use crate::common::proxy::FINE_JSON;
 use crate::faults::Client;
 
+/// Error code, name and body.
+const MALFORMED: &str = r#"
+invalid_json | empty | 
+invalid_json | cut | {"model":"mock","prompt":[1
+invalid_json | bare word | hello
+invalid_json | two values | {} {}
+invalid_json | NaN | {"model":"mock","prompt":[1],"temperature":NaN}
+invalid_json | single quotes | {'model':'mock'}
+invalid_json | form | model=mock&prompt=1
+not_an_object | null | null
+not_an_object | list | [1,2]
+not_an_object | string | "model"
+duplicate_field | model twice | {"model":"mock","prompt":[1],"model":"mock"}
+duplicate_field | model twice, once escaped | {"model":"mock","prompt":[1],"mod\u0065l":"other"}
+duplicate_field | prompt twice | {"model":"mock","prompt":[1],"prompt":[1]}
+duplicate_field | model twice, once null | {"model":"mock","prompt":[1],"model":null}
+missing_field | no prompt | {"model":"mock"}
+invalid_type | model a number | {"model":5,"prompt":[1]}
+invalid_type | model a list | {"model":["mock"],"prompt":[1]}
+invalid_value | model empty | {"model":"","prompt":[1]}
+invalid_value | model half a letter | {"model":"\ud800","prompt":[1]}
+invalid_type | stream a word | {"model":"mock","prompt":[1],"stream":"maybe"}
+invalid_type | max_tokens negative | {"model":"mock","prompt":[1],"max_tokens":-1}
+invalid_type | max_tokens a word | {"model":"mock","prompt":[1],"max_tokens":"five"}
+invalid_type | salt a number | {"model":"mock","prompt":[1],"cache_salt":5}
+invalid_session_id | session empty | {"model":"mock","prompt":[1],"session_id":""}
+invalid_type | prompt a number | {"model":"mock","prompt":5}
+invalid_type | prompt an object | {"model":"mock","prompt":{}}
+invalid_token_id | token negative | {"model":"mock","prompt":[1,-1]}
+invalid_token_id | token too large | {"model":"mock","prompt":[4294967296]}
+invalid_token_id | token a fraction | {"model":"mock","prompt":[1.5]}
+invalid_token_id | token beyond all numbers | {"model":"mock","prompt":[1e999]}
+"#;
+
 /// Malformed bodies with the status and error code of each.
 fn bodies() -> Vec<(&'static str, Vec<u8>, u16, &'static str)> {
     let deep = |part: &str| repeated(r#"{"model":"mock","prompt":[1],"x":"#, part, 100_000, "");
-    let of = |name: &'static str, body: &str, code: &'static str| (name, body.as_bytes().to_vec(), 400, code);
-    let prompt = |prompt: &str| format!(r#"{{"model":"mock","prompt":{prompt}}}"#);
-    let field = |field: &str| format!(r#"{{"model":"mock","prompt":[1],{field}}}"#);
-    vec![
-        of("empty", "", "invalid_json"),
-        of("cut", r#"{"model":"mock","prompt":[1"#, "invalid_json"),
-        of("bare word", "hello", "invalid_json"),
-        of("two values", "{} {}", "invalid_json"),
-        of("NaN", &field("\"temperature\":NaN"), "invalid_json"),
-        of("single quotes", "{'model':'mock'}", "invalid_json"),
-        of("byte order mark", &format!("\u{feff}{}", prompt("[1]")), "invalid_json"),
-        of("raw control character", &field("\"x\":\"a\nb\""), "invalid_json"),
-        of("form", "model=mock&prompt=1", "invalid_json"),
-        of("null", "null", "not_an_object"),
-        of("list", "[1,2]", "not_an_object"),
-        of("string", "\"model\"", "not_an_object"),
-        of("deep lists", &deep("["), "too_deep"),
-        of("deep objects", &deep("{\"a\":"), "too_deep"),
-        of("deep and closed", &repeated(&deep("["), "]", 100_000, "}"), "too_deep"),
-        ("not UTF-8", [prompt("[1]").as_bytes(), b"\xff"].concat(), 400, "invalid_utf8"),
-        (
-            "not UTF-8 within",
-            [br#"{"model":"mo"#.as_slice(), &[0xc3, 0x28], br#"","prompt":[1]}"#].concat(),
-            400,
-            "invalid_utf8",
-        ),
-        ("UTF-16", prompt("[1]").encode_utf16().flat_map(u16::to_le_bytes).collect(), 400, "invalid_json"),
-        ("gzip", vec![0x1f, 0x8b, 8, 0, 0, 0, 0, 0], 400, "invalid_utf8"),
-        of("model twice", &field("\"model\":\"mock\""), "duplicate_field"),
-        of("model twice, once escaped", &field("\"mod\\u0065l\":\"other\""), "duplicate_field"),
-        of("prompt twice", &field("\"prompt\":[1]"), "duplicate_field"),
-        of("model twice, once null", &field("\"model\":null"), "duplicate_field"),
-        of("no prompt", r#"{"model":"mock"}"#, "missing_field"),
-        of("model a number", r#"{"model":5,"prompt":[1]}"#, "invalid_type"),
-        of("model a list", r#"{"model":["mock"],"prompt":[1]}"#, "invalid_type"),
-        of("model empty", r#"{"model":"","prompt":[1]}"#, "invalid_value"),
-        of("model half a letter", r#"{"model":"\ud800","prompt":[1]}"#, "invalid_value"),
-        (
-            "model unknown",
-            format!(r#"{{"model":"{}","prompt":[1]}}"#, "m".repeat(100_000)).into_bytes(),
-            404,
-            "model_not_found",
-        ),
-        of("stream a word", &field("\"stream\":\"maybe\""), "invalid_type"),
-        of("max_tokens negative", &field("\"max_tokens\":-1"), "invalid_type"),
-        of("max_tokens a word", &field("\"max_tokens\":\"five\""), "invalid_type"),
-        of("salt a number", &field("\"cache_salt\":5"), "invalid_type"),
-        of("session empty", &field("\"session_id\":\"\""), "invalid_session_id"),
-        of("session long", &field(&format!("\"session_id\":\"{}\"", "s".repeat(257))), "invalid_session_id"),
-        of("prompt a number", &prompt("5"), "invalid_type"),
-        of("prompt an object", &prompt("{}"), "invalid_type"),
-        of("token negative", &prompt("[1,-1]"), "invalid_token_id"),
-        of("token too large", &prompt("[4294967296]"), "invalid_token_id"),
-        of("token a fraction", &prompt("[1.5]"), "invalid_token_id"),
-        of("token beyond all numbers", &prompt("[1e999]"), "invalid_token_id"),
-        ("spaces only", vec![b' '; BODY_BYTES_MAX], 400, "invalid_json"),
-        ("a string without end", vec![b'"'; 1], 400, "invalid_json"),
-        ("brackets only", vec![b'['; BODY_BYTES_MAX], 400, "too_deep"),
-        ("quotes only", vec![b'"'; BODY_BYTES_MAX], 400, "not_an_object"),
-        ("backslashes only", [b"\"".as_slice(), &vec![b'\\'; BODY_BYTES_MAX - 1]].concat(), 400, "invalid_json"),
-    ]
+    let valid = r#"{"model":"mock","prompt":[1]}"#;
+    let session = format!(r#"{{"model":"mock","prompt":[1],"session_id":"{}"}}"#, "s".repeat(257));
+    let model = format!(r#"{{"model":"{}","prompt":[1]}}"#, "m".repeat(100_000));
+    let half = [br#"{"model":"mo"#.as_slice(), &[0xc3, 0x28], br#"","prompt":[1]}"#].concat();
+    let case = |line: &'static str| {
+        let [code, name, body] = line.splitn(3, '|').map(str::trim).collect::<Vec<_>>()[..] else { panic!("{line}") };
+        (name, body.as_bytes().to_vec(), 400, code)
+    };
+    let mut bodies: Vec<_> = MALFORMED.trim().lines().map(case).collect();
+    let mut add = |name, body: Vec<u8>, code| bodies.push((name, body, 400, code));
+    add("byte order mark", format!("\u{feff}{valid}").into(), "invalid_json");
+    add("raw control character", b"{\"model\":\"mock\",\"prompt\":[1],\"x\":\"a\nb\"}".to_vec(), "invalid_json");
+    add("deep lists", deep("[").into(), "too_deep");
+    add("deep objects", deep("{\"a\":").into(), "too_deep");
+    add("deep and closed", repeated(&deep("["), "]", 100_000, "}").into(), "too_deep");
+    add("not UTF-8", [valid.as_bytes(), b"\xff"].concat(), "invalid_utf8");
+    add("not UTF-8 within", half, "invalid_utf8");
+    add("UTF-16", valid.encode_utf16().flat_map(u16::to_le_bytes).collect(), "invalid_json");
+    add("gzip", vec![0x1f, 0x8b, 8, 0, 0, 0, 0, 0], "invalid_utf8");
+    add("session long", session.into(), "invalid_session_id");
+    add("spaces only", vec![b' '; BODY_BYTES_MAX], "invalid_json");
+    add("brackets only", vec![b'['; BODY_BYTES_MAX], "too_deep");
+    add("quotes only", vec![b'"'; BODY_BYTES_MAX], "not_an_object");
+    add("backslashes only", [b"\"".as_slice(), &vec![b'\\'; BODY_BYTES_MAX - 1]].concat(), "invalid_json");
+    bodies.push(("model unknown", model.into(), 404, "model_not_found"));
+    bodies
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -11,131 +11,84 @@ fn smuggled() -> String {
     format!("POST {PATH} HTTP/1.1\r\nhost: g\r\ncontent-length: {}\r\nx-smuggled: 1\r\n\r\n{body}", body.len())
 }
 
+/// Statuses, name, headers after those of [`head`] or `-`, and further bytes.
+const INVALID: &str = r#"
+400 | garbage | - | garbage\r\n\r\n
+400 | no version | - | POST $PATH\r\n\r\n
+400 505 | unknown version | - | POST $PATH HTTP/9.9\r\n\r\n
+400 | a space in the path | - | POST /v1/ completions HTTP/1.1\r\n\r\n
+400 | an invalid method | - | P(ST / HTTP/1.1\r\n\r\n
+400 | a space before the colon | x : y\r\n |
+400 | no colon | x\r\n |
+400 | an empty name | : y\r\n |
+400 | a folded header | x: y\r\n folded: z\r\ncontent-length: 2\r\n |
+400 | a null in a value | - | GET / HTTP/1.1\r\nx: a\0b\r\n\r\n
+400 | a bare CR in a value | x: a\rtransfer-encoding: chunked\r\n |
+400 | no host | - | POST $PATH HTTP/1.1\r\ncontent-length: 2\r\n\r\n{}
+400 | two hosts | host: h\r\ncontent-length: 2\r\n | {}
+501 | a coding of its own | transfer-encoding: gzip, chunked\r\n | 0\r\n\r\n
+400 | two lengths | content-length: 0\r\ncontent-length: 40\r\n | $SMUGGLED
+400 | a list of lengths | content-length: 0, 40\r\n | $SMUGGLED
+400 | a signed length | content-length: +2\r\n | {}
+400 | a negative length | content-length: -1\r\n | $SMUGGLED
+400 | a hexadecimal length | content-length: 0x2\r\n | {}
+400 | a length beyond all numbers | content-length: 18446744073709551616\r\n |
+400 | length and chunks | content-length: 4\r\ntransfer-encoding: chunked\r\n | 0\r\n\r\n$SMUGGLED
+400 | chunks and length | transfer-encoding: chunked\r\ncontent-length: 4\r\n | 0\r\n\r\n$SMUGGLED
+400 | chunked, then not | transfer-encoding: chunked, identity\r\n | 0\r\n\r\n$SMUGGLED
+400 | nearly chunked | transfer-encoding: xchunked\r\n | 0\r\n\r\n$SMUGGLED
+400 | chunked in HTTP/1.0 | - | POST $PATH HTTP/1.0\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n$SMUGGLED
+400 | an invalid length | transfer-encoding: chunked\r\n | zz\r\n\r\n$SMUGGLED
+400 | a chunk beyond all numbers | transfer-encoding: chunked\r\n | ffffffffffffffffff\r\n$SMUGGLED
+400 | a chunk without its end | transfer-encoding: chunked\r\n | 2\r\n{}0\r\n\r\n$SMUGGLED
+413 | too much announced | content-length: 1000000000000\r\nexpect: 100-continue\r\n |
+408 | a body that stops | content-length: 100\r\n | {"model"
+408 | chunks that stop | transfer-encoding: chunked\r\n | 5\r\n{"mod
+404 405 | CONNECT | - | CONNECT 127.0.0.1:22 HTTP/1.1$END
+405 | TRACE | - | TRACE $PATH HTTP/1.1$END
+404 405 | OPTIONS * | - | OPTIONS * HTTP/1.1$END
+404 | elsewhere | - | GET http://127.0.0.1:9/secret HTTP/1.1$END
+404 | two slashes | - | POST //v1/completions HTTP/1.1$END
+404 | path traversal | - | POST /v1/completions/../../tokenize HTTP/1.1$END
+404 | encoded path traversal | - | POST /v1/%2e%2e/tokenize HTTP/1.1$END
+404 | the worker's own paths | - | POST /reset_prefix_cache HTTP/1.1$END
+"#;
+
+/// The cases of [`INVALID`]: name, bytes and statuses.
+fn invalid() -> Vec<(&'static str, Vec<u8>, Vec<u16>)> {
+    let case = |line: &'static str| {
+        let [statuses, name, headers, bytes] = line.splitn(4, '|').map(str::trim).collect::<Vec<_>>()[..] else {
+            panic!("{line}")
+        };
+        let control = |text: &str| text.replace("\\r", "\r").replace("\\n", "\n").replace("\\0", "\0");
+        let bytes = bytes.replace("$END", "\\r\\nhost: g\\r\\nconnection: close\\r\\n\\r\\n").replace("$PATH", PATH);
+        let begin = if headers == "-" { String::new() } else { head(&control(headers)) };
+        let bytes = begin + &control(&bytes).replace("$SMUGGLED", &smuggled());
+        (name, bytes.into(), statuses.split(' ').map(|status| status.parse().expect("a status")).collect())
+    };
+    INVALID.trim().lines().map(case).collect()
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn invalid_http_is_rejected_without_smuggling() {
     let _alone = alone().await;
     let scene = Scene::set().await;
-    let smuggled = smuggled();
-    let sound = "content-length: 2\r\n";
     let many: String = (0..101).map(|n| format!("x-{n}: 1\r\n")).collect();
-    let cases: Vec<(&str, Vec<u8>, &[u16])> = vec![
-        // Bytes that are no HTTP request.
-        ("garbage", b"garbage\r\n\r\n".to_vec(), &[400]),
-        ("no version", format!("POST {PATH}\r\n\r\n").into(), &[400]),
-        ("unknown version", format!("POST {PATH} HTTP/9.9\r\n\r\n").into(), &[400, 505]),
-        ("TLS", vec![0x16, 3, 1, 2, 0, 1, 0, 1, 0xfc, 3, 3], &[400]),
-        ("zeros", vec![0; 10_000], &[400]),
-        ("a space in the path", b"POST /v1/ completions HTTP/1.1\r\n\r\n".to_vec(), &[400]),
-        ("control characters in the path", b"GET /\x01\x7f HTTP/1.1\r\n\r\n".to_vec(), &[400]),
-        ("an invalid method", b"P(ST / HTTP/1.1\r\n\r\n".to_vec(), &[400]),
-        // Heads above the size limits.
-        ("a long header", head(&repeated("x: ", "x", 80_000, "\r\n")).into(), &[431]),
-        ("a long path", repeated("GET /", "a", 80_000, " HTTP/1.1\r\n\r\n").into(), &[414, 431]),
-        ("many headers", head(&many).into(), &[431]),
-        ("endless headers", repeated(&format!("POST {PATH} HTTP/1.1\r\n"), "a: b\r\n", 200_000, "").into(), &[431]),
-        ("an endless method", vec![b'A'; MIB], &[400, 431]),
-        // Invalid headers.
-        ("a space before the colon", head("x : y\r\n").into(), &[400]),
-        ("no colon", head("x\r\n").into(), &[400]),
-        ("an empty name", head(": y\r\n").into(), &[400]),
-        ("a folded header", head(&format!("x: y\r\n folded: z\r\n{sound}")).into(), &[400]),
-        ("a null in a value", [b"GET / HTTP/1.1\r\nx: a".as_slice(), b"\0b\r\n\r\n"].concat(), &[400]),
-        ("a bare CR in a value", head("x: a\rtransfer-encoding: chunked\r\n").into(), &[400]),
-        // Ambiguous host.
-        ("no host", format!("POST {PATH} HTTP/1.1\r\ncontent-length: 2\r\n\r\n{{}}").into(), &[400]),
-        ("two hosts", (head("host: h\r\ncontent-length: 2\r\n") + "{}").into(), &[400]),
-        // Ambiguous body length.
-        ("a coding of its own", (head("transfer-encoding: gzip, chunked\r\n") + "0\r\n\r\n").into(), &[501]),
-        ("two lengths", (head("content-length: 0\r\ncontent-length: 40\r\n") + &smuggled).into(), &[400]),
-        ("a list of lengths", (head("content-length: 0, 40\r\n") + &smuggled).into(), &[400]),
-        ("a signed length", (head("content-length: +2\r\n") + "{}").into(), &[400]),
-        ("a negative length", (head("content-length: -1\r\n") + &smuggled).into(), &[400]),
-        ("a hexadecimal length", (head("content-length: 0x2\r\n") + "{}").into(), &[400]),
-        ("a length beyond all numbers", head("content-length: 18446744073709551616\r\n").into(), &[400]),
-        (
-            "length and chunks",
-            (head("content-length: 4\r\ntransfer-encoding: chunked\r\n") + "0\r\n\r\n" + &smuggled).into(),
-            &[400],
-        ),
-        (
-            "chunks and length",
-            (head("transfer-encoding: chunked\r\ncontent-length: 4\r\n") + "0\r\n\r\n" + &smuggled).into(),
-            &[400],
-        ),
-        (
-            "chunked, then not",
-            (head("transfer-encoding: chunked, identity\r\n") + "0\r\n\r\n" + &smuggled).into(),
-            &[400],
-        ),
-        ("nearly chunked", (head("transfer-encoding: xchunked\r\n") + "0\r\n\r\n" + &smuggled).into(), &[400]),
-        (
-            "chunked in HTTP/1.0",
-            format!("POST {PATH} HTTP/1.0\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n{smuggled}").into(),
-            &[400],
-        ),
-        // Invalid chunks. Bytes after them must not be parsed as a request.
-        ("an invalid length", (head("transfer-encoding: chunked\r\n") + "zz\r\n\r\n" + &smuggled).into(), &[400]),
-        (
-            "a chunk beyond all numbers",
-            (head("transfer-encoding: chunked\r\n") + "ffffffffffffffffff\r\n" + &smuggled).into(),
-            &[400],
-        ),
-        (
-            "a chunk without its end",
-            (head("transfer-encoding: chunked\r\n") + "2\r\n{}0\r\n\r\n" + &smuggled).into(),
-            &[400],
-        ),
-        (
-            "an endless extension",
-            repeated(&(head("transfer-encoding: chunked\r\n") + "2;"), "x", MIB, "").into(),
-            &[400],
-        ),
-        (
-            "endless trailers",
-            repeated(&(head("transfer-encoding: chunked\r\n") + "0\r\n"), "a: b\r\n", 100_000, "").into(),
-            &[400],
-        ),
-        (
-            "too much in chunks",
-            repeated(
-                &head("transfer-encoding: chunked\r\n"),
-                &format!("10000\r\n{}\r\n", "x".repeat(0x10000)),
-                BODY_BYTES_MAX / 0x10000 + 1,
-                "0\r\n\r\n",
-            )
-            .into(),
-            &[413],
-        ),
-        ("too much announced", head("content-length: 1000000000000\r\nexpect: 100-continue\r\n").into(), &[413]),
-        // Incomplete bodies.
-        ("a body that stops", (head("content-length: 100\r\n") + "{\"model\"").into(), &[408]),
-        ("chunks that stop", (head("transfer-encoding: chunked\r\n") + "5\r\n{\"mod").into(), &[408]),
-        // Methods and paths that the gateway does not serve.
-        ("CONNECT", b"CONNECT 127.0.0.1:22 HTTP/1.1\r\nhost: g\r\nconnection: close\r\n\r\n".to_vec(), &[404, 405]),
-        ("TRACE", format!("TRACE {PATH} HTTP/1.1\r\nhost: g\r\nconnection: close\r\n\r\n").into(), &[405]),
-        ("OPTIONS *", b"OPTIONS * HTTP/1.1\r\nhost: g\r\nconnection: close\r\n\r\n".to_vec(), &[404, 405]),
-        (
-            "elsewhere",
-            b"GET http://127.0.0.1:9/secret HTTP/1.1\r\nhost: g\r\nconnection: close\r\n\r\n".to_vec(),
-            &[404],
-        ),
-        ("two slashes", b"POST //v1/completions HTTP/1.1\r\nhost: g\r\nconnection: close\r\n\r\n".to_vec(), &[404]),
-        (
-            "path traversal",
-            b"POST /v1/completions/../../tokenize HTTP/1.1\r\nhost: g\r\nconnection: close\r\n\r\n".to_vec(),
-            &[404],
-        ),
-        (
-            "encoded path traversal",
-            b"POST /v1/%2e%2e/tokenize HTTP/1.1\r\nhost: g\r\nconnection: close\r\n\r\n".to_vec(),
-            &[404],
-        ),
-        (
-            "the worker's own paths",
-            b"POST /reset_prefix_cache HTTP/1.1\r\nhost: g\r\nconnection: close\r\n\r\n".to_vec(),
-            &[404],
-        ),
-    ];
+    let chunked = head("transfer-encoding: chunked\r\n");
+    let chunk = format!("10000\r\n{}\r\n", "x".repeat(0x10000));
+    let mut cases = invalid();
+    let mut add = |name, bytes: Vec<u8>, statuses: &[u16]| cases.push((name, bytes, statuses.to_vec()));
+    add("TLS", vec![0x16, 3, 1, 2, 0, 1, 0, 1, 0xfc, 3, 3], &[400]);
+    add("zeros", vec![0; 10_000], &[400]);
+    add("control characters in the path", b"GET /\x01\x7f HTTP/1.1\r\n\r\n".to_vec(), &[400]);
+    add("a long header", head(&repeated("x: ", "x", 80_000, "\r\n")).into(), &[431]);
+    add("a long path", repeated("GET /", "a", 80_000, " HTTP/1.1\r\n\r\n").into(), &[414, 431]);
+    add("many headers", head(&many).into(), &[431]);
+    add("endless headers", repeated(&format!("POST {PATH} HTTP/1.1\r\n"), "a: b\r\n", 200_000, "").into(), &[431]);
+    add("an endless method", vec![b'A'; MIB], &[400, 431]);
+    add("an endless extension", repeated(&format!("{chunked}2;"), "x", MIB, "").into(), &[400]);
+    add("endless trailers", repeated(&format!("{chunked}0\r\n"), "a: b\r\n", 100_000, "").into(), &[400]);
+    add("too much in chunks", repeated(&chunked, &chunk, BODY_BYTES_MAX / 0x10000 + 1, "0\r\n\r\n").into(), &[413]);
     for (name, bytes, statuses) in cases {
         scene.peak.reset();
         let answer = scene.exchange(&bytes).await;
@@ -262,35 +215,38 @@ async fn unusual_valid_http_is_one_request() {
     scene.finish().await;
 }
 
+/// Headers that select a worker or belong to one connection.
+const CHOOSING: &str = "
+X-Data-Parallel-Rank
+x_data_parallel_rank
+X-Data-Parallel-Host-Port
+X-DP-Rank
+X-Worker-Id
+X-Worker-Instance-Id
+X-Prefiller-Host-Port
+X-Prefill-Instance-Id
+X-Decode-Instance-Id
+X-Encoder-Hosts-Ports
+X-Dynamo-Worker
+X-Gateway-Destination-Endpoint
+X-Override-Worker
+X-SMG-Target-Worker
+X-Pointsman-Anything
+Proxy-Authorization
+Proxy-Connection
+Cookie
+Upgrade
+TE
+Keep-Alive
+Accept-Encoding
+";
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn headers_select_neither_worker_nor_log_name() {
     let _alone = alone().await;
     let scene = Scene::set().await;
     let address = scene.gateway.address();
-    let choosing = [
-        "X-Data-Parallel-Rank",
-        "x_data_parallel_rank",
-        "X-Data-Parallel-Host-Port",
-        "X-DP-Rank",
-        "X-Worker-Id",
-        "X-Worker-Instance-Id",
-        "X-Prefiller-Host-Port",
-        "X-Prefill-Instance-Id",
-        "X-Decode-Instance-Id",
-        "X-Encoder-Hosts-Ports",
-        "X-Dynamo-Worker",
-        "X-Gateway-Destination-Endpoint",
-        "X-Override-Worker",
-        "X-SMG-Target-Worker",
-        "X-Pointsman-Anything",
-        "Proxy-Authorization",
-        "Proxy-Connection",
-        "Cookie",
-        "Upgrade",
-        "TE",
-        "Keep-Alive",
-        "Accept-Encoding",
-    ];
+    let choosing: Vec<&str> = CHOOSING.split_whitespace().collect();
     let headers: String = choosing.iter().map(|name| format!("{name}: 1\r\n")).collect();
     let body = r#"{"model":"mock","prompt":[7],"data_parallel_rank":1,"kv_transfer_params":{"remote_host":"evil"}}"#;
     let answer = request(address, "POST", PATH, &headers, body.as_bytes()).await;
@@ -320,15 +276,9 @@ async fn headers_select_neither_worker_nor_log_name() {
         assert_eq!(reached[0].header("x-request-id"), Some(id));
         assert_eq!(reached[0].head.to_ascii_lowercase().matches("x-request-id").count(), 1);
     }
-    for wrong in [
-        "priority: -1",
-        "priority: 4294967296",
-        "priority-jump: NaN",
-        "priority-jump: inf",
-        "deadline-ms: 0",
-        "class: ",
-        "no-queue: 1",
-    ] {
+    let wrong =
+        "priority: -1|priority: 4294967296|priority-jump: NaN|priority-jump: inf|deadline-ms: 0|class: |no-queue: 1";
+    for wrong in wrong.split('|') {
         let headers = format!("x-pointsman-{wrong}\r\n");
         let answer = request(address, "POST", PATH, &headers, br#"{"model":"mock","prompt":[7]}"#).await;
         assert_eq!((answer.status, answer.code().as_str()), (400, "invalid_header"), "{wrong}");
