@@ -6,7 +6,7 @@ use tokio::io::AsyncWriteExt as _;
 use crate::alone;
 use crate::common::proxy::{
     Act, EVENT, FINE, Scripted, chunk, chunked_head, eventually, full_response, gateway, request, send, stream_end,
-    until, write,
+    until,
 };
 use crate::faults::{self, Client, PATH, body, expect_idle, metric, settings};
 
@@ -63,29 +63,6 @@ async fn clients_may_disconnect_at_every_frame() {
     }
     let gone = metric(&gateway, CLIENT_GONE, &[]).await - gone;
     assert_eq!(gone, (FRAMES + 2) as f64, "each disconnect is counted once");
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn clients_may_disconnect_within_a_response_of_known_length() {
-    let _alone = alone().await;
-    const PARTS: [&str; 4] = [EVENT, "dat", "a: [DON", "E]\n\n"];
-    let length = PARTS.concat().len();
-    let head = format!("HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: {length}\r\n\r\n");
-    let (head, parts) = (write(head), PARTS.map(|part| [Act::Wait, write(part)]).concat());
-    let worker = Scripted::responding_with([vec![head], parts].concat()).await;
-    let gateway = gateway(settings(&[worker.url()])).await;
-    for parts in 0..PARTS.len() {
-        let mut client = Client::ask(&gateway).await;
-        until("the worker received a request", || worker.request_count() == parts + 1).await;
-        worker.release(parts);
-        worker.wait_until_resumed().await;
-        if parts > 0 {
-            client.expect_body(PARTS[..parts].concat().as_bytes()).await;
-        }
-        drop(client);
-        worker.wait_until_closed().await;
-        expect_idle(&gateway).await;
-    }
 }
 
 /// A half-closed connection cannot be distinguished from a disconnect. An engine that computes an unwanted response is

@@ -9,5 +9,4 @@ mod drain;
 mod heartbeats;
 mod outcomes;
 mod tenants;
-mod tokenize;
 mod workers;

@@ -3,7 +3,6 @@
 use std::time::Duration;
 
 use pointsman::Outcome;
-use tokio::net::TcpSocket;
 use tokio::task::{JoinSet, LocalSet};
 use tokio::time::Instant;
 
@@ -235,31 +234,6 @@ async fn timeouts_before_the_first_byte_are_retried_then_reported() {
     expect_idle(&none).await;
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn unreachable_workers_are_skipped() {
-    let _alone = alone().await;
-    // Bound, which reserves the ports, but not listening.
-    let absent = [TcpSocket::new_v4(), TcpSocket::new_v4()].map(|socket| socket.expect("a socket"));
-    let url = |socket: &TcpSocket| {
-        socket.bind("127.0.0.1:0".parse().expect("an address")).expect("a port");
-        format!("http://{}", socket.local_addr().expect("bound"))
-    };
-    let absent_urls = absent.each_ref().map(url);
-    let good = Scripted::responding_with(vec![full_response("200 OK", FINE)]).await;
-    let beside = gateway(counting_outcomes(settings(&[absent_urls[0].clone(), good.url()]))).await;
-    for _ in 0..2 {
-        assert_eq!(Client::ask(&beside).await.answer().await.expect("response received").text(), FINE);
-    }
-    expect_outcome(&beside, "absent", Outcome::ConnectFailed).await;
-    expect_idle(&beside).await;
-    let before = metric(&beside, RETRIES, &["reason=\"connect\""]).await;
-    let alone = gateway(settings(&absent_urls)).await;
-    let answer = Client::ask(&alone).await.answer().await.expect("response received");
-    check("absent", &answer, ExpectedError::Gateway(502, "worker_failed"));
-    assert_eq!(metric(&alone, RETRIES, &["reason=\"connect\""]).await - before, 1.0);
-    expect_idle(&alone).await;
-}
-
 /// Unusual responses and errors of the request itself: the response is final, and surplus bytes after it corrupt no
 /// other response.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -354,7 +328,7 @@ async fn cut(begins: Vec<Act>, ends: Act, expected: &str, outcome: Outcome) {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn streams_are_cut_off_at_the_failing_chunk() {
     let _alone = alone().await;
-    for chunks in 1..=4 {
+    for chunks in 1..=2 {
         let frames: Vec<_> = (0..chunks).map(|n| format!("data: {{\"n\":{n}}}\n\n")).collect();
         let begins = || std::iter::once(chunked_head()).chain(frames.iter().map(chunk)).collect::<Vec<_>>();
         let expected = frames.concat();
