@@ -53,33 +53,6 @@ fn the_example_is_accepted_and_printed() {
 }
 
 #[test]
-fn flags_suffice_and_take_precedence() {
-    let args = ["--model", "m", "--worker", "http://e:8000", "--worker", "http://f:8000", "--listen", "127.0.0.1:0"];
-    let more = ["--set", "router.block_size=16", "--log-format", "json", "--admin-listen", "[::1]:9", "--conformance"];
-    let token = written("flags.token", "0123456789abcdef\n");
-    let token = ["--admin-token-file".as_ref(), token.as_os_str()];
-    let args: Vec<&OsStr> = args.into_iter().chain(more).map(OsStr::new).chain(token).collect();
-    let env = [("POINTSMAN_ROUTER_BLOCK_SIZE", "32"), ("POINTSMAN_GATEWAY_CONNECTIONS_MAX", "100")];
-    let output = run(&args, &env);
-    assert_eq!((output.status.code(), text(&output.stderr).as_str()), (Some(0), ""));
-    let printed = text(&output.stdout);
-    let lines = [
-        ("block_size = 16 ", "flag: --set router.block_size"),
-        ("listen = \"127.0.0.1:0\" ", "flag: --listen"),
-        ("listen = \"[::1]:9\" ", "flag: --admin-listen"),
-        ("log_format = \"json\" ", "flag: --log-format"),
-        ("conformance = true ", "flag: --conformance"),
-        ("worker_urls = [\"http://e:8000\", \"http://f:8000\"] ", "flag: --worker"),
-        ("token_file = ", "flag: --admin-token-file"),
-    ];
-    for (setting, origin) in lines {
-        let line = printed.lines().find(|line| line.starts_with(setting)).unwrap_or_else(|| panic!("{printed}"));
-        assert!(line.ends_with(&format!(" # {origin}")), "{line}");
-    }
-    assert!(!printed.contains("0123456789abcdef"), "the token is not shown: {printed}");
-}
-
-#[test]
 fn unusable_files_are_named_without_content() {
     written("short.key", "hush-hush\n");
     let file = written(
@@ -101,14 +74,4 @@ fn unusable_files_are_named_without_content() {
     for (line, (setting, problem)) in told.lines().zip(beginnings) {
         assert!(line.starts_with(setting) && line.contains(problem) && !line.contains("hush"), "{line}");
     }
-}
-
-#[test]
-fn unusual_settings_are_warned_of() {
-    let token = written("odd.token", "0123456789abcdef\n");
-    let file = written("odd.toml", &format!("[admin]\ntoken_file = {token:?}\n[[models]]\nname = \"m\"\n"));
-    let output = check_config(&file, &[("POINTSMAN_GATEWAY_CONNECTIONS_MAX", "100")]);
-    assert_eq!(output.status.code(), Some(0));
-    let told = text(&output.stderr);
-    assert!(told.starts_with("warning: model \"m\" has no workers") && told.lines().count() == 1, "{told}");
 }

@@ -4,8 +4,7 @@ use pointsman_trial::mock::{MockConfig, MockEngine};
 use serde_json::json;
 
 use crate::common::proxy::{
-    Act, FINE, FINE_JSON, Scripted, answer, at_rest, gateway, get, post, receive, request, settings, stream,
-    stream_end, worker,
+    Act, FINE_JSON, Scripted, answer, at_rest, gateway, get, post, request, settings, stream, stream_end, worker,
 };
 
 const CHAT: &str = "/v1/chat/completions";
@@ -171,23 +170,6 @@ async fn other_paths_and_methods_return_openai_errors() {
     assert!(unavailable.header("retry-after").is_some());
 }
 
-#[tokio::test]
-async fn announced_and_received_long_bodies_are_rejected() {
-    let mut settings = settings(vec![worker(1, "http://127.0.0.1:9", 1)]);
-    settings.gateway.body_bytes_max = 100;
-    let gateway = gateway(settings).await;
-    let announced = request(gateway.address(), "POST", CHAT, "", &[b' '; 101]).await;
-    assert_eq!((announced.status, announced.code().as_str()), (413, "body_too_large"));
-    let chunked = format!("65\r\n{}\r\n0\r\n\r\n", " ".repeat(0x65));
-    let head = "POST /v1/chat/completions HTTP/1.1\r\nhost: g\r\ntransfer-encoding: chunked\r\n\r\n";
-    let mut stream = tokio::net::TcpStream::connect(gateway.address()).await.expect("connection accepted");
-    tokio::io::AsyncWriteExt::write_all(&mut stream, (head.to_owned() + &chunked).as_bytes())
-        .await
-        .expect("request written");
-    let response = receive(stream).await.expect("response received");
-    assert_eq!((response.status, response.code().as_str()), (413, "body_too_large"));
-}
-
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn bodies_are_forwarded_byte_for_byte() {
     let events = ["data: {\"choices\": [ {\"delta\":{}} ]}\n\n", "data: {\"x\":\"\u{e9}\"}\n", "\ndata: [DONE]\n\n"];
@@ -222,17 +204,6 @@ async fn late_unstreamed_responses_are_not_retried_and_count() {
     let health = gateway.router("mock").expect("model is served").rank_health().await.expect("router is running");
     let timed_out = health.iter().filter(|rank| rank.reason.contains("timed out")).count();
     assert_eq!(timed_out, 1, "the rank sent nothing to other requests either: {health:?}");
-    at_rest(&gateway).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_single_worker_is_retried_after_a_close_without_response() {
-    let script = |n| if n == 0 { vec![Act::Close] } else { answer("200 OK", FINE) };
-    let only = Scripted::start(script).await;
-    let gateway = gateway(settings(vec![worker(1, &only.url(), 1)])).await;
-    let answer = post(&gateway, CHAT, &chat("mock", true)).await;
-    assert_eq!((answer.status, answer.text()), (200, FINE), "{answer:?}");
-    assert_eq!(only.requests().len(), 2);
     at_rest(&gateway).await;
 }
 

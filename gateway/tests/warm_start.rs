@@ -186,20 +186,6 @@ async fn a_terminated_gateway_restarts_with_its_last_snapshot() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn unusable_files_are_ignored_by_name() {
-    let deployment = Deployment { directory: Directory::new(), engines: engines().await };
-    std::fs::write(deployment.snapshot(), b"not a snapshot").expect("written");
-    let process = deployment.start(&[]).await;
-    let startup = process.startup.join("\n");
-    assert!(startup.contains("index snapshot ignored") && startup.contains("this is not a snapshot"), "{startup}");
-    ready(process.address).await;
-    assert!(deployment.snapshot().exists(), "a refused file is not deleted");
-    let page = request(process.address, "GET", "/metrics", "", b"").await;
-    let counted = r#"pointsman_gateway_snapshot_restores_total{model="mock",source="file",result="magic"} 1"#;
-    assert!(page.text().contains(counted), "{page:?}");
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn failed_writes_are_counted_and_end_nothing() {
     let deployment = Deployment { directory: Directory::new(), engines: engines().await };
     let file = deployment.directory.write("file", "");
@@ -363,20 +349,4 @@ async fn without_a_serving_replica_the_stored_snapshot_is_restored() {
     third.join_replicas(network.join(life(3)));
     until_serving(&alone, 3, true).await;
     assert!(cold.kv_sources().iter().all(|source| source.restore.is_none()));
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn without_a_serving_replica_the_gateway_starts_cold() {
-    let (engines, network) = (engines().await, MemoryNetwork::new(MemoryFaults::default()));
-    for prompt in 0..PROMPTS {
-        send(engines[(prompt % 2) as usize].address(), prompt).await;
-    }
-    // All replicas are as new as this one.
-    let (mut gateway, router) = gateway(&engines, 0).await;
-    let (idle, unasked) = other(&network, 2, false);
-    gateway.join_replicas(network.join(life(1)));
-    until_serving(&idle, 1, true).await;
-    assert!(!unasked.0.load(Ordering::Relaxed));
-    assert!(router.kv_sources().iter().all(|source| source.restore.is_none()));
-    send(gateway.address(), 0).await;
 }

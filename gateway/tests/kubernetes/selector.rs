@@ -83,15 +83,3 @@ fn parts(text: &str) -> Vec<&str> {
     parts.retain(|part| !part.is_empty());
     parts
 }
-
-#[test]
-fn requirements_select_as_documented() {
-    let labels = |text: &str| serde_json::from_str::<Value>(text).expect("JSON");
-    let holds = |selector: &str, given: &str| {
-        parts(selector).into_iter().map(Requirement::parse).all(|requirement| requirement.holds(&labels(given)))
-    };
-    assert!(holds("app=a,role in (x,y)", r#"{"app":"a","role":"y"}"#));
-    assert!(!holds("app=a,role in (x,y)", r#"{"app":"a"}"#));
-    assert!(holds("app=a,role notin (x)", r#"{"app":"a"}"#));
-    assert!(!holds("app=a,role notin (x)", r#"{"app":"a","role":"x"}"#));
-}

@@ -1,12 +1,7 @@
 //! Health checks, and TLS.
 
-use std::sync::Arc;
-
 use pointsman::protocol::{WorkerConfig, WorkerId};
-use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
-use rustls::crypto::{CryptoProvider, ring, verify_tls12_signature, verify_tls13_signature};
-use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
-use rustls::{ClientConfig, DigitallySignedStruct, Error, SignatureScheme};
+use rustls::ClientConfig;
 
 use super::client::Connection;
 use super::messages::{HealthCheckResponse, ServingStatus};
@@ -65,23 +60,6 @@ async fn shutdown_ends_watches_and_waits_for_responses() {
 
 /// Without files the picker generates a certificate.
 #[tokio::test]
-async fn connections_are_encrypted_with_a_self_signed_certificate() {
-    let pool = Pool::start_with("picker-self-signed", workers(1), |settings| {
-        settings.picker.as_mut().expect("present").plaintext = false;
-    });
-    let pool = pool.await;
-    let mut connection = Connection::open_tls(pool.address(), unverified()).await.expect("handshake");
-    assert_eq!(connection.check(EXT_PROC).await, ServingStatus::Serving);
-    let mut exchange = connection.process().await;
-    exchange.post(COMPLETIONS, &pool.request(), None).await;
-    assert_eq!(exchange.pick().await.endpoint(), "10.0.0.1:8000");
-    exchange.leave();
-    pool.at_rest().await;
-    let error = Connection::open_tls(pool.address(), verified()).await.err().expect("unknown issuer");
-    assert!(error.to_string().contains("certificate"), "{error}");
-}
-
-#[tokio::test]
 async fn certificates_of_files_can_be_verified() {
     let pool = Pool::start_with("picker-certificate", workers(1), |settings| {
         let picker = settings.picker.as_mut().expect("present");
@@ -94,62 +72,9 @@ async fn certificates_of_files_can_be_verified() {
     assert_eq!(connection.check("").await, ServingStatus::Serving);
 }
 
-fn provider() -> Arc<CryptoProvider> {
-    Arc::new(ring::default_provider())
-}
-
 /// Trusts the certificate of the test data.
 fn verified() -> ClientConfig {
-    with_http2(client_trusting(&["test-only.crt"]))
-}
-
-/// Trusts any certificate, as proxies do by default for endpoint pickers.
-fn unverified() -> ClientConfig {
-    let builder = ClientConfig::builder_with_provider(provider()).with_safe_default_protocol_versions();
-    let verifier = Arc::new(AnyCertificate(provider()));
-    let builder = builder.expect("versions").dangerous().with_custom_certificate_verifier(verifier);
-    with_http2(builder.with_no_client_auth())
-}
-
-fn with_http2(mut config: ClientConfig) -> ClientConfig {
+    let mut config = client_trusting(&["test-only.crt"]);
     config.alpn_protocols = vec![b"h2".to_vec()];
     config
-}
-
-#[derive(Debug)]
-struct AnyCertificate(Arc<CryptoProvider>);
-
-impl ServerCertVerifier for AnyCertificate {
-    fn verify_server_cert(
-        &self,
-        _: &CertificateDer<'_>,
-        _: &[CertificateDer<'_>],
-        _: &ServerName<'_>,
-        _: &[u8],
-        _: UnixTime,
-    ) -> Result<ServerCertVerified, Error> {
-        Ok(ServerCertVerified::assertion())
-    }
-
-    fn verify_tls12_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        verify_tls12_signature(message, certificate, signature, &self.0.signature_verification_algorithms)
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        verify_tls13_signature(message, certificate, signature, &self.0.signature_verification_algorithms)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.0.signature_verification_algorithms.supported_schemes()
-    }
 }

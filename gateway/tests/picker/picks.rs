@@ -4,14 +4,11 @@ use pointsman::policy::Policy;
 use pointsman_gateway::settings::DisaggregationSettings;
 
 use super::client::{Exchange, Pick};
-use super::messages::{Answer, Metadata, StreamedBodyResponse};
+use super::messages::{Metadata, StreamedBodyResponse};
 use super::{COMPLETIONS, ENDPOINTS, Pool, workers};
 use crate::common::proxy::worker;
 
 const JSON: &str = "application/json";
-
-/// Limit of Envoy-based gateways for a piece of a body (Gateway API Inference Extension, `BodyByteLimit` of llm-d).
-const PIECE_BYTES_MAX: usize = 62_000;
 
 fn subset(text: &str) -> Metadata {
     Metadata::text("envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset", text)
@@ -94,39 +91,6 @@ async fn header_and_metadata_name_workers_and_the_body_is_edited() {
     let chosen = ENDPOINTS.iter().position(|endpoint| *endpoint == pick.endpoint()).expect("a worker");
     pool.until_booked(&[0, 1, 2].map(|n| u32::from(n == chosen))).await;
     exchange.leave();
-    pool.at_rest().await;
-}
-
-/// The proxy may deliver the last part of a long body again (envoyproxy/envoy #46237).
-#[tokio::test]
-async fn long_bodies_return_in_short_pieces_with_one_end_mark() {
-    let pool = Pool::start("picker-long", workers(1)).await;
-    let mut connection = pool.connect().await;
-    let base = pool.request_of(20_000);
-    for padding in [0, PIECE_BYTES_MAX - base.len() % PIECE_BYTES_MAX] {
-        let mut body = base.clone();
-        body.resize(base.len() + padding, b' ');
-        let parts: Vec<&[u8]> = body.chunks(16_384).collect();
-        let (last, first) = parts.split_last().expect("a part");
-        let mut exchange = connection.process().await;
-        exchange.begin(("POST", COMPLETIONS), &[("content-type", JSON)], false, None).await;
-        for part in first {
-            exchange.body(part, false).await;
-        }
-        exchange.body(last, true).await;
-        let pick = exchange.pick().await;
-        assert!(pick.body() == body, "{} of {} bytes", pick.body().len(), body.len());
-        assert_eq!(pick.headers["content-length"], body.len().to_string());
-        let lengths: Vec<usize> = pick.pieces.iter().map(|piece| piece.body.len()).collect();
-        assert!(lengths.iter().all(|length| (1..=PIECE_BYTES_MAX).contains(length)), "{lengths:?}");
-        assert_eq!(lengths.len(), body.len().div_ceil(PIECE_BYTES_MAX), "{lengths:?}");
-
-        exchange.body(last, true).await;
-        exchange.respond("200", JSON, true, None).await;
-        let (answer, _) = exchange.answer().await;
-        assert!(matches!(answer, Answer::ResponseHeaders(_)), "the request is not answered again: {answer:?}");
-        assert_eq!(exchange.finish().await, (0, String::new()));
-    }
     pool.at_rest().await;
 }
 
@@ -259,29 +223,6 @@ async fn requests_without_a_body_or_a_prompt_are_placed() {
         assert_eq!((pick.body(), pick.pieces.len()), (body.to_vec(), 1), "{pick:?}");
         assert_eq!(pick.headers["content-length"], body.len().to_string());
         exchange.leave();
-    }
-    pool.at_rest().await;
-}
-
-#[tokio::test]
-async fn request_trailers_end_the_body_without_a_mark() {
-    let pool = Pool::start("picker-trailers", workers(1)).await;
-    let mut connection = pool.connect().await;
-    for path in [COMPLETIONS, "/v1/audio/transcriptions"] {
-        let mut exchange = connection.process().await;
-        let body = pool.request();
-        exchange.begin(("POST", path), &[("content-type", JSON)], false, None).await;
-        let (first, second) = body.split_at(50);
-        exchange.body(first, false).await;
-        exchange.body(second, false).await;
-        exchange.trailers().await;
-        let pick = exchange.pick().await;
-        assert!(!pick.pieces.iter().any(|piece| piece.end_of_stream), "{pick:?}");
-        assert_eq!(pick.body(), body);
-        // Nothing follows the answer to the trailers.
-        exchange.respond("200", JSON, true, None).await;
-        assert!(exchange.response_headers().await.is_empty());
-        assert_eq!(exchange.finish().await, (0, String::new()));
     }
     pool.at_rest().await;
 }

@@ -20,21 +20,6 @@ fn of(refusal: &Refusal) -> (i32, &str) {
 }
 
 #[tokio::test]
-async fn requests_without_a_worker_are_refused() {
-    let pool = Pool::start("picker-empty", Vec::new()).await;
-    let mut connection = pool.connect().await;
-    let mut exchange = connection.process().await;
-    exchange.post(COMPLETIONS, &pool.request(), None).await;
-    let refusal = exchange.immediate().await;
-    assert_eq!(of(&refusal), (503, "no_workers"));
-    assert_eq!(refusal.headers["retry-after"], "1");
-    let mut exchange = connection.process().await;
-    exchange.begin(("GET", "/v1/models"), &[], true, None).await;
-    assert_eq!(of(&exchange.immediate().await), (503, "no_workers"));
-    assert_eq!(pool.metric(&pool.requests(503)).await, 1);
-}
-
-#[tokio::test]
 async fn invalid_requests_are_refused_with_the_error_of_the_gateway() {
     let pool = Pool::start_with("picker-invalid", workers(1), |settings| {
         settings.gateway.body_bytes_max = 10_000;

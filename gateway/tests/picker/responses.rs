@@ -1,11 +1,8 @@
 //! Responses that pass the picker, and the bookings that end or move with them.
 
-use pointsman_trial::mock::{MockConfig, MockEngine};
-
 use super::client::Exchange;
 use super::messages::{Answer, HttpTrailers, Part};
 use super::{COMPLETIONS, ENDPOINTS, Pool, workers};
-use crate::common::proxy::{request, worker};
 
 const JSON: &str = "application/json";
 const EVENTS: &str = "text/event-stream";
@@ -29,67 +26,6 @@ async fn pass(exchange: &mut Exchange, part: &[u8], ends: bool) {
     exchange.response_body(part, ends).await;
     let piece = exchange.response_piece().await;
     assert_eq!((&piece.body[..], piece.end_of_stream), (part, ends));
-}
-
-#[tokio::test]
-async fn responses_of_an_engine_pass_unchanged() {
-    let engines = [
-        MockEngine::start(MockConfig { time_scale: 0.0, ..MockConfig::default() }).await.expect("the engine starts"),
-        MockEngine::start(MockConfig { time_scale: 0.0, ..MockConfig::default() }).await.expect("the engine starts"),
-    ];
-    let workers = vec![worker(1, &engines[0].url(), 1), worker(2, &engines[1].url(), 1)];
-    let pool = Pool::start_with("picker-engine", workers, |settings| {
-        settings.models[0].upstream_name = Some("mock".to_owned());
-    });
-    let pool = pool.await;
-    let mut connection = pool.connect().await;
-    let mut served = Vec::new();
-    for streamed in [false, true] {
-        let body =
-            serde_json::json!({ "model": "picker-engine", "prompt": [1, 2, 3], "max_tokens": 5, "stream": streamed });
-        let mut exchange = connection.process().await;
-        exchange.post(COMPLETIONS, body.to_string().as_bytes(), None).await;
-        let pick = exchange.pick().await;
-        let engine = engines.iter().find(|engine| engine.address().to_string() == pick.endpoint()).expect("an engine");
-        let (headers, body) = ("content-type: application/json\r\n", pick.body());
-        let answer = request(engine.address(), "POST", COMPLETIONS, headers, &body).await;
-        assert_eq!(answer.status, 200, "the engine knows the model by its own name: {answer:?}");
-        exchange.respond("200", answer.header("content-type").expect("a type"), false, Some(pick.endpoint())).await;
-        assert!(exchange.response_headers().await.is_empty());
-        assert_eq!(pool.router.health().leases, 1, "the booking lasts as long as the response");
-        for part in answer.body.chunks(7) {
-            pass(&mut exchange, part, false).await;
-        }
-        pass(&mut exchange, b"", true).await;
-        assert_eq!(exchange.finish().await, (0, String::new()));
-        pool.at_rest().await;
-        served.push(pick.endpoint().to_owned());
-    }
-    assert_ne!(served[0], served[1], "round robin");
-    assert_eq!(pool.metric(&pool.requests(200)).await, 2);
-    assert_eq!(pool.metric(&pool.requests(499)).await, 0, "both responses were complete");
-}
-
-#[tokio::test]
-async fn long_parts_pass_in_short_pieces() {
-    let pool = Pool::start("picker-long-response", workers(1)).await;
-    let mut connection = pool.connect().await;
-    let mut exchange = connection.process().await;
-    exchange.post(COMPLETIONS, &pool.request(), None).await;
-    exchange.pick().await;
-    exchange.respond("200", JSON, false, None).await;
-    exchange.response_headers().await;
-    let part: Vec<u8> = (0..130_000_u32).map(|n| b'a' + u8::try_from(n % 26).expect("small")).collect();
-    exchange.response_body(&part, true).await;
-    let mut body = Vec::new();
-    for (length, ends) in [(62_000, false), (62_000, false), (6_000, true)] {
-        let piece = exchange.response_piece().await;
-        assert_eq!((piece.body.len(), piece.end_of_stream), (length, ends));
-        body.extend_from_slice(&piece.body);
-    }
-    assert!(body == part);
-    assert_eq!(exchange.finish().await, (0, String::new()));
-    pool.at_rest().await;
 }
 
 /// The end mark or trailers end a response. Nothing is answered afterwards, and the booking is free while the stream

@@ -2,7 +2,6 @@
 
 mod conformance;
 mod direct;
-mod memory;
 mod nats;
 mod settings;
 mod shared_state;

@@ -189,37 +189,6 @@ async fn forged_and_repeated_messages_change_nothing() {
 }
 
 #[tokio::test]
-async fn stored_snapshots_of_strangers_are_refused() {
-    let Some(server) = Server::start(-1).await else { return };
-    let of = async |n, key: Option<&str>| Nats::at(server.url(), key).start(n).await;
-    let (one, two) = (of(1, Some(KEY)).await, of(2, Some(KEY)).await);
-    let (stranger, open) = (of(3, Some("another key of replicas")).await, of(4, None).await);
-    all_connected(&[&one, &two]).await;
-    let put = async |replica: &Replicas, pool: &str| {
-        let bus = replica.bus();
-        let store = bus.store().expect("NATS has a store");
-        // The client of a stranger may still be connecting.
-        within("a stored snapshot", async {
-            while store.put(pool.into(), Bytes::from_static(b"snapshot")).await.is_err() {
-                tokio::time::sleep(std::time::Duration::from_millis(50)).await;
-            }
-        })
-        .await;
-    };
-    let bus = two.bus();
-    let get = |pool: &str| within("the snapshot", bus.store().expect("NATS has a store").get(pool.into()));
-    put(&one, "pool").await;
-    assert_eq!(get("pool").await, Ok(Some(Bytes::from_static(b"snapshot"))));
-    for (forger, reason) in [(&stranger, "the tag is invalid"), (&open, "incomplete envelope")] {
-        put(forger, "pool").await;
-        let error = get("pool").await.expect_err("no valid tag").to_string();
-        assert!(error.ends_with(&format!("\"pool/latest\" is refused: {reason}")), "{error}");
-    }
-    put(&one, "pool").await;
-    assert!(get("pool").await.is_ok_and(|snapshot| snapshot.is_some()), "the next one replaces it");
-}
-
-#[tokio::test]
 async fn replicas_with_different_keys_are_no_members() {
     let Some(server) = Server::start(-1).await else { return };
     let (one, two) = (Nats::at(server.url(), Some(KEY)), Nats::at(server.url(), Some(KEY)));

@@ -41,63 +41,37 @@ fn sufficient_settings_are_accepted() {
     assert_eq!(replicas.key_file, Some("/etc/key".into()), "paths are relative to the file");
 }
 
+const VIOLATED: &str = r#"
+insecure = true => replicas.listen is absent, must be an IP address with a port (default)
+listen = "127.0.0.1:7" => replicas is without peers, must be given peers, dns, kubernetes_service or nats (default)
+listen = "0.0.0.0:7"; peers = ["localhost:7"] => $INSECURE
+listen = "127.0.0.1:7"; peers = ["gateway-1:7"] => $INSECURE
+listen = "127.0.0.1:7"; dns = "gateways:7" => $INSECURE
+listen = "127.0.0.1:8080"; peers = ["localhost:7"] => replicas.listen is 127.0.0.1:8080, must be an address other than gateway.listen, admin.listen and picker.listen (file)
+listen = "127.0.0.1:7"; peers = ["localhost"] => replicas.peers[0] is "localhost", must be HOST:PORT (file)
+listen = "127.0.0.1:7"; peers = ["localhost:1"]; dns = "localhost:2" => replicas.dns is "localhost:2", must be absent with peers (file)
+listen = "127.0.0.1:7"; peers = ["localhost:1"]; kubernetes_service = "g:2" => replicas.kubernetes_service is "g:2", must be absent with peers or dns (file)
+listen = "127.0.0.1:7"; kubernetes_service = "g:2" => $INSECURE
+listen = "127.0.0.1:7"; peers = ["localhost:1"]; kubernetes_namespace = "n" => replicas.kubernetes_namespace is "n", must be absent without kubernetes_service (file)
+listen = "127.0.0.1:7"; peers = ["localhost:1"]; kubeconfig_file = "k" => replicas.kubeconfig_file is "/etc/k", must be absent without kubernetes_service (file)
+listen = "127.0.0.1:7"; peers = ["localhost:1"]; tls_key_file = "k" => replicas.tls_key_file is "/etc/k", must be absent unless tls_certificate_file, tls_key_file and tls_ca_file are given (file)
+"#;
+
 #[test]
 fn violated_rules_are_named() {
     let insecure = "replicas.key_file is absent, must be given beyond loopback, unless there are \
                     tls_certificate_file, tls_key_file and tls_ca_file, or insecure is true (default)";
-    let cases = [
-        ("insecure = true", "replicas.listen is absent, must be an IP address with a port (default)"),
-        (
-            "listen = \"127.0.0.1:7\"",
-            "replicas is without peers, must be given peers, dns, kubernetes_service or nats (default)",
-        ),
-        ("listen = \"0.0.0.0:7\"\npeers = [\"localhost:7\"]", insecure),
-        ("listen = \"127.0.0.1:7\"\npeers = [\"gateway-1:7\"]", insecure),
-        ("listen = \"127.0.0.1:7\"\ndns = \"gateways:7\"", insecure),
-        (
-            "listen = \"127.0.0.1:8080\"\npeers = [\"localhost:7\"]",
-            "replicas.listen is 127.0.0.1:8080, must be an address other than gateway.listen, admin.listen and picker.listen (file)",
-        ),
-        (
-            "listen = \"127.0.0.1:7\"\npeers = [\"localhost\"]",
-            "replicas.peers[0] is \"localhost\", must be HOST:PORT (file)",
-        ),
-        (
-            "listen = \"127.0.0.1:7\"\npeers = [\"localhost:1\"]\ndns = \"localhost:2\"",
-            "replicas.dns is \"localhost:2\", must be absent with peers (file)",
-        ),
-        (
-            "listen = \"127.0.0.1:7\"\npeers = [\"localhost:1\"]\nkubernetes_service = \"g:2\"",
-            "replicas.kubernetes_service is \"g:2\", must be absent with peers or dns (file)",
-        ),
-        ("listen = \"127.0.0.1:7\"\nkubernetes_service = \"g:2\"", insecure),
-        #[cfg(feature = "kubernetes")]
-        (
-            "listen = \"127.0.0.1:7\"\nkubernetes_service = \"a/b:2\"",
-            "replicas.kubernetes_service is \"a/b:2\", must be NAME:PORT (file)",
-        ),
-        #[cfg(not(feature = "kubernetes"))]
-        (
-            "listen = \"127.0.0.1:7\"\nkubernetes_service = \"g:2\"",
-            "replicas.kubernetes_service is \"g:2\", must be absent: this program was built without the feature \
-             kubernetes (file)",
-        ),
-        (
-            "listen = \"127.0.0.1:7\"\npeers = [\"localhost:1\"]\nkubernetes_namespace = \"n\"",
-            "replicas.kubernetes_namespace is \"n\", must be absent without kubernetes_service (file)",
-        ),
-        (
-            "listen = \"127.0.0.1:7\"\npeers = [\"localhost:1\"]\nkubeconfig_file = \"k\"",
-            "replicas.kubeconfig_file is \"/etc/k\", must be absent without kubernetes_service (file)",
-        ),
-        (
-            "listen = \"127.0.0.1:7\"\npeers = [\"localhost:1\"]\ntls_key_file = \"k\"",
-            "replicas.tls_key_file is \"/etc/k\", must be absent unless tls_certificate_file, tls_key_file and \
-             tls_ca_file are given (file)",
-        ),
-    ];
-    for (given, problem) in cases {
-        assert!(problems(given).iter().any(|shown| shown == problem), "{given}: {:#?}", problems(given));
+    let kubernetes = match cfg!(feature = "kubernetes") {
+        true => "must be NAME:PORT (file)",
+        false => "must be absent: this program was built without the feature kubernetes (file)",
+    };
+    let service = "listen = \"127.0.0.1:7\"; kubernetes_service = \"a/b:2\"";
+    let service = format!("{service} => replicas.kubernetes_service is \"a/b:2\", {kubernetes}");
+    for line in VIOLATED.trim().lines().chain([&*service]) {
+        let (given, problem) = line.split_once(" => ").expect("a problem");
+        let problem = problem.replace("$INSECURE", insecure);
+        let problems = problems(&given.replace("; ", "\n"));
+        assert!(problems.contains(&problem), "{given}: {problems:#?}");
     }
 }
 

@@ -29,8 +29,8 @@ use tokio_rustls::TlsConnector;
 use tokio_stream::wrappers::ReceiverStream;
 
 use super::messages::{
-    Answer, HeaderMap, HealthCheckRequest, HealthCheckResponse, HttpBody, HttpHeaders, HttpTrailers, ImmediateResponse,
-    Metadata, Part, ProcessingRequest, ProcessingResponse, ProtocolConfiguration, ServingStatus, StreamedBodyResponse,
+    Answer, HeaderMap, HealthCheckRequest, HealthCheckResponse, HttpBody, HttpHeaders, ImmediateResponse, Metadata,
+    Part, ProcessingRequest, ProcessingResponse, ProtocolConfiguration, ServingStatus, StreamedBodyResponse,
 };
 use crate::common::proxy::PATIENCE;
 
@@ -271,12 +271,6 @@ impl Exchange {
     pub(crate) async fn body(&mut self, body: &[u8], ends: bool) {
         self.end = ends.then_some(End::Body);
         self.send(Part::RequestBody(HttpBody { body: Bytes::copy_from_slice(body), end_of_stream: ends })).await;
-    }
-
-    pub(crate) async fn trailers(&mut self) {
-        self.end = Some(End::Trailers);
-        let trailers = Some(HeaderMap::of([("x-checksum", "1")]));
-        self.send(Part::RequestTrailers(HttpTrailers { trailers })).await;
     }
 
     /// Sends a complete request with a JSON body.
