@@ -146,25 +146,4 @@ mod tests {
             }
         }
     }
-
-    #[test]
-    fn engine_hashes_distinguish_prefixes() {
-        let names = |hashes: &[u64]| name_blocks(&hashes.iter().map(|&hash| BlockHash(hash)).collect::<Vec<_>>());
-        let (one, other) = (names(&[1, 2, 2]), names(&[1, 3, 2]));
-        assert_eq!(one[0], other[0]);
-        assert_ne!(one[1].engine_hash, one[2].engine_hash);
-        assert_ne!(one[2].engine_hash, other[2].engine_hash);
-        assert_eq!(one[2].block_hash, other[2].block_hash);
-    }
-
-    #[test]
-    fn stored_blocks_follow_the_last_cached_block() {
-        let blocks = name_blocks(&[BlockHash(1), BlockHash(2), BlockHash(3)]);
-        let (mut engine, mut change) = (Engine::new(8), Change::default());
-        engine.serve(&blocks[..1], &mut change);
-        assert_eq!((change.parent(&blocks), change.stored.clone()), (None, 0..1));
-        engine.serve(&blocks, &mut change);
-        assert_eq!((change.parent(&blocks), change.stored.clone()), (Some(blocks[0].engine_hash), 1..3));
-        assert_eq!(change.event_blocks(), 2);
-    }
 }

@@ -71,30 +71,3 @@ pub fn rss_bytes() -> Option<u64> {
     let pages: u64 = statm.split_whitespace().nth(1)?.parse().ok()?;
     Some(pages * rustix::param::page_size() as u64)
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_later_stopwatch_starts_after_the_wait() {
-        let later = Stopwatch::start().later(Duration::from_millis(2));
-        assert_eq!(later.elapsed(), Duration::ZERO);
-        let cpu = thread_cpu();
-        later.wait();
-        assert!(later.elapsed() > Duration::ZERO && thread_cpu() > cpu);
-        later.wait();
-    }
-
-    #[test]
-    fn every_clock_measures_work() {
-        let (wall, process, thread) = (Stopwatch::start(), process_cpu(), thread_cpu());
-        let mut sum = 0_u64;
-        while thread_cpu() - thread < Duration::from_millis(2) {
-            sum = std::hint::black_box(sum + 1);
-        }
-        assert!(wall.elapsed() >= Duration::from_millis(2));
-        assert!(process_cpu() - process >= Duration::from_millis(2));
-        assert!(rss_bytes().is_none_or(|bytes| bytes > 100_000));
-    }
-}

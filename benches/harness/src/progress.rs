@@ -63,17 +63,3 @@ impl Drop for Progress {
         self.end();
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_line_has_counts_and_the_present_part() {
-        let progress = Progress::new(10, "simulations");
-        progress.add(3);
-        assert_eq!(progress.line(), "progress: 3 of 10 simulations");
-        progress.name("of chat");
-        assert_eq!(progress.line(), "progress: 3 of 10 simulations of chat");
-    }
-}

@@ -80,7 +80,7 @@ fn settings(bytes: &[u8], changes: bool) -> Result<(RouterConfig, Vec<RouterConf
 #[test]
 fn every_policy_repeats_its_recorded_decisions() {
     #[expect(clippy::disallowed_methods, reason = "the length of the test is a choice of its caller")]
-    let decisions = std::env::var("POINTSMAN_DECISIONS").map_or(200, |count| count.parse().expect("a count"));
+    let decisions = std::env::var("POINTSMAN_DECISIONS").map_or(100, |count| count.parse().expect("a count"));
     for workload in ["chat", "agents", "documents"] {
         for policy in Policy::ALL {
             let mut total = Replayed::default();

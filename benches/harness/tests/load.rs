@@ -187,28 +187,6 @@ async fn complete_answers_are_recorded_with_times_usage_and_rank() {
 }
 
 #[tokio::test]
-async fn chat_requests_use_the_chat_api() {
-    let event = |delta: Value| format!("data: {}\n\n", json!({"choices": [{"delta": delta}]}));
-    let events = vec![
-        event(json!({"role": "assistant", "content": ""})),
-        event(json!({"content": "x"})),
-        "data: [DONE]\n\n".to_owned(),
-    ];
-    let (address, seen) = serve(move |_| Reply::of(events.clone())).await;
-    let flags = "--limit 2 --rate 1000 --api chat --output-tokens 9 --extra-body {\"ignore_eos\":true}";
-    let (run, _) = run(address, &format!("{SMALL} {flags}")).await;
-    assert_eq!(failures(&run), [None, None]);
-    // Without usage: prompt tokens from the workload, output tokens from the number of chunks.
-    assert_eq!((run.requests[0].prompt_tokens, run.requests[0].output_tokens), (16, 1));
-    assert_eq!((run.requests[0].cached_tokens, run.requests[0].rank, run.ranks), (None, None, 0));
-    let seen = seen.lock().expect("alive");
-    let (path, key, body) = &seen[0];
-    assert_eq!((path.as_str(), key, &body["max_tokens"]), ("/v1/chat/completions", &None, &json!(9)));
-    assert_eq!(body["messages"][0]["content"].as_str().expect("text").split(' ').count(), 16);
-    assert_eq!(body["ignore_eos"], json!(true));
-}
-
-#[tokio::test]
 async fn every_failure_is_recorded_with_its_reason() {
     let first = |reply: Reply, end| Reply { events: reply.events[..2].to_vec(), end, ..reply };
     let replies = [

@@ -134,14 +134,6 @@ mod tests {
     }
 
     #[test]
-    fn pairing_cancels_the_difficulty_of_seeds() {
-        let pairs = [(1.0, 0.5), (10.0, 5.0), (100.0, 50.0)];
-        let of = Ratio::of_pairs(pairs).expect("pairs");
-        let (low, high) = of.interval.expect("pairs enough");
-        assert!((of.ratio - 0.5).abs() < 1e-12 && (low - 0.5).abs() < 1e-9 && (high - 0.5).abs() < 1e-9, "{of:?}");
-    }
-
-    #[test]
     fn values_without_a_logarithm_have_no_ratio() {
         for pair in [(0.0, 1.0), (1.0, 0.0), (f64::NAN, 1.0), (1.0, f64::INFINITY)] {
             assert_eq!(Ratio::of_pairs([(1.0, 1.0), pair]), None, "{pair:?}");

@@ -73,11 +73,3 @@ fn a_warning_of_several_seeds_is_reported_once() {
     let of = Comparison::of_runs(vec![("kv".into(), runs)]);
     assert_eq!(of.warnings(), ["kv on chat, seed 2, and 2 of 3 seeds in total: too few requests: 9 were answered"]);
 }
-
-#[test]
-fn json_round_trips() {
-    let of = comparison(&[("kv", 1.0), ("latency", 0.7)]);
-    let mut line = Vec::new();
-    of.write(&mut line, true).expect("written");
-    assert_eq!(serde_json::from_slice::<Comparison>(&line).expect("reads back"), of);
-}

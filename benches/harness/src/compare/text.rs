@@ -72,25 +72,3 @@ pub(crate) fn ratio(of: &Ratio) -> String {
         None => format!("{:.3}", of.ratio),
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::super::tests::comparison;
-
-    #[test]
-    fn text_contains_means_ratios_and_headlines() {
-        let mut text = Vec::new();
-        comparison(&[("kv", 1.0), ("latency", 0.8), ("random", 1.5)]).write_text(&mut text).expect("written");
-        let text = String::from_utf8(text).expect("text");
-        for line in [
-            "chat: 2 workers of 1 ranks, 1000 requests measured, seeds 1, 2, 3",
-            "ratios to kv, with 95 % intervals over 3 seeds",
-            "0.800 [0.800, 0.800]",
-            "latency: TTFT mean 1.25 times shorter than kv, ",
-            "random: TTFT mean 1.50 times longer than kv, ",
-            "200.0 ms",
-        ] {
-            assert!(text.contains(line), "{line}\n{text}");
-        }
-    }
-}

@@ -104,15 +104,4 @@ mod tests {
             assert!(judgement.starts_with("latency+seed=7 worse in TTFT mean, "), "{judgement}");
         }
     }
-
-    #[test]
-    fn without_the_product_and_between_variants_the_first_is_the_reference() {
-        assert!(views(&[("kv", 1.0), ("random", 2.0)])[0].0.starts_with("random: TTFT mean 2.00 times longer than kv"));
-        let variants = views(&[("latency", 1.0), ("latency+seed=7", 1.0)]);
-        let equal = "latency+seed=7: TTFT mean equal to latency, end-to-end mean equal";
-        assert_eq!(variants, [(equal.to_owned(), "latency+seed=7 equal".to_owned())]);
-        assert!(
-            views(&[("http://a", 1.0), ("http://b", 2.0)])[0].0.starts_with("http://a: TTFT mean 2.00 times shorter")
-        );
-    }
 }

@@ -238,23 +238,3 @@ fn samples(page: &str, name: &str) -> Vec<(String, f64)> {
         .filter_map(|(key, value)| Some((key.to_owned(), value.parse().ok()?)))
         .collect()
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn decisions_without_the_complete_prefix_are_blind() {
-        let line = |tokens: u64| serde_json::json!({ "predicted_cached_tokens": tokens }).to_string();
-        let lines = [line(CACHEABLE_TOKENS), line(CACHEABLE_TOKENS - 1), "{}".to_owned(), line(CACHEABLE_TOKENS)];
-        let blind = Blind::count(lines.iter().map(String::as_str));
-        assert_eq!((blind, blind.share()), (Blind { decisions: 4, blind: 2 }, 50.0));
-    }
-
-    #[test]
-    fn samples_have_name_labels_and_value() {
-        let page = "# HELP a b\na{state=\"live\"} 2\nb 3\nab 1.5\n";
-        assert_eq!(samples(page, "a{"), [("a{state=\"live\"}".to_owned(), 2.0)]);
-        assert_eq!(samples(page, "b "), [("b".to_owned(), 3.0), ("ab".to_owned(), 1.5)]);
-    }
-}

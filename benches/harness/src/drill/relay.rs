@@ -80,37 +80,3 @@ async fn forward(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, mut open: watc
         }
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[tokio::test]
-    async fn a_stopped_relay_holds_bytes_and_connections() {
-        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
-        let relay = Relay::start().await.expect("a free port");
-        relay.set_target(listener.local_addr().expect("an address"));
-        let mut client = TcpStream::connect(relay.address()).await.expect("connected");
-        let (mut server, _) = listener.accept().await.expect("connected");
-        let mut byte = [0];
-        client.write_all(b"1").await.expect("sent");
-        server.read_exact(&mut byte).await.expect("forwarded");
-
-        relay.set_open(false);
-        client.write_all(b"2").await.expect("sent");
-        drop(client);
-        let mut second = TcpStream::connect(relay.address()).await.expect("accepted");
-        second.write_all(b"3").await.expect("sent");
-        tokio::task::yield_now().await;
-        let error = server.try_read(&mut byte).expect_err("nothing was forwarded");
-        assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
-
-        relay.set_open(true);
-        let mut rest = Vec::new();
-        server.read_to_end(&mut rest).await.expect("the end was forwarded");
-        assert_eq!(rest, b"2");
-        let (mut server, _) = listener.accept().await.expect("connected");
-        server.read_exact(&mut byte).await.expect("forwarded");
-        assert_eq!(&byte, b"3");
-    }
-}

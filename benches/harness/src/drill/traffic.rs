@@ -202,32 +202,3 @@ impl Shared {
         self.ended.fetch_add(1, SeqCst);
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn prompts_of_a_group_share_a_prefix() {
-        let shared = (SHARED_BLOCKS * BLOCK_SIZE) as usize;
-        let [first, second, other] = [prompt(0), prompt(GROUP - 1), prompt(GROUP)];
-        assert_eq!(first[..shared], second[..shared]);
-        assert_ne!(first[shared], second[shared]);
-        assert_ne!(first[0], other[0]);
-        let whole = first.len() as u64 / u64::from(BLOCK_SIZE) * u64::from(BLOCK_SIZE);
-        assert_eq!(whole, CACHEABLE_TOKENS);
-    }
-
-    #[test]
-    fn a_response_without_its_end_is_not_whole() {
-        assert!(is_whole(b"data: {}\n\ndata: [DONE]\n\n", true) && is_whole(b"{\"choices\":[]}", false));
-        assert!(!is_whole(b"data: {}\n\n", true) && !is_whole(b"{\"choices\":[", false) && !is_whole(b"{}", false));
-    }
-
-    #[test]
-    fn each_prompt_is_sent_once_before_any_is_repeated() {
-        assert!((0..100).all(|n| prompt_index(n, 100) == n));
-        let later: std::collections::BTreeSet<u64> = (100..2_000).map(|n| prompt_index(n, 100)).collect();
-        assert_eq!(later.len(), 100);
-    }
-}

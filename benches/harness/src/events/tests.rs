@@ -1,14 +1,4 @@
-use std::num::NonZeroU32;
-use std::sync::Arc;
-
 use clap::Parser;
-use pointsman::hashing::HashScheme;
-use pointsman::internals::hashing::{BlockHasher, MmBlocks};
-use pointsman::internals::wire::{Decoder, DecoderLimits, WireConfig};
-use pointsman::protocol::{EngineHash, KvEvent, RouterEvent, StoredBlock, WorkerId, WorkerRank};
-use pointsman_trial::engine::{EngineConfig, Rank, RequestSpec};
-use pointsman_trial::kv_events::Encoder;
-use serde_json::Value;
 
 use super::*;
 
@@ -45,86 +35,6 @@ fn equal_arguments_give_equal_recordings() {
     assert_ne!(recording, record(&Events { seed: 2, ..options }));
     assert_eq!(recording.tokens.len() as u64, 64 * recording.stored_blocks);
     assert!((0..2).all(|engine| recording.messages.iter().any(|message| message.engine == engine)));
-}
-
-#[test]
-fn decoded_batches_match_the_engine() {
-    let block_size = NonZeroU32::new(4).expect("not zero");
-    let config = EngineConfig { block_size: 4, kv_blocks: 6, max_model_len: 20, ..EngineConfig::default() };
-    let mut engine = Rank::new(config).expect("valid engine settings");
-    // The second prompt only fits after the eviction of the first one's last block.
-    let prompts = [(0..16).collect::<Vec<_>>(), [0, 1, 2, 3].into_iter().chain(70_000..70_014).collect()];
-    let id = WorkerRank::new(WorkerId(3), 0);
-    for dialect in [Dialect::VllmMap, Dialect::VllmArray] {
-        let config =
-            WireConfig { rank: id, ranks: 0..1, block_size, is_eagle: false, limits: DecoderLimits::default() };
-        let mut decoder = Decoder::new(config);
-        let encoder = Encoder { format: dialect.into(), block_size: 4, rank: 0, lora_ids: Arc::default() };
-        engine.reset_cache(false).expect("no request holds blocks");
-        let mut decoded: Vec<RouterEvent> = Vec::new();
-        for (request, prompt) in (0..).zip(&prompts) {
-            engine.submit(RequestSpec::new(request, &prompt[..], 1)).expect("accepted");
-            let step = engine.step().expect("a request waits");
-            let report = decoder.decode(&encoder.batch(1e-6, &step.events), &mut decoded);
-            assert!(report.findings.is_empty(), "{report:?}");
-        }
-        let names = |event: &RouterEvent| match &event.data {
-            KvEvent::Stored { blocks, .. } => blocks.clone(),
-            KvEvent::Removed { .. }
-            | KvEvent::Offloaded { .. }
-            | KvEvent::Cleared
-            | KvEvent::TierCleared
-            | KvEvent::GroupStored { .. }
-            | KvEvent::GroupRemoved { .. } => {
-                panic!("{event:?} is no store")
-            }
-        };
-        let first = names(&decoded[0]);
-        let hashes = BlockHasher::new(HashScheme::new(block_size)).block_hashes(&prompts[0], &MmBlocks::NONE);
-        assert!(first.iter().map(|block| block.block_hash).eq(hashes.iter().copied()), "{first:?}");
-        let removed: Vec<EngineHash> = first[1..].iter().rev().map(|block| block.engine_hash).collect();
-        let [gone @ .., last] = &decoded[1..] else { panic!("{decoded:?}") };
-        let gone: Vec<EngineHash> = gone
-            .iter()
-            .flat_map(|event| match &event.data {
-                KvEvent::Removed { blocks } => blocks.clone(),
-                KvEvent::Stored { .. }
-                | KvEvent::Offloaded { .. }
-                | KvEvent::Cleared
-                | KvEvent::TierCleared
-                | KvEvent::GroupStored { .. }
-                | KvEvent::GroupRemoved { .. } => {
-                    panic!("{event:?} is no removal")
-                }
-            })
-            .collect();
-        assert_eq!(gone, removed, "leaf first");
-        let KvEvent::Stored { parent, blocks } = &last.data else { panic!("{last:?}") };
-        let hashes = BlockHasher::new(HashScheme::new(block_size)).block_hashes(&prompts[1], &MmBlocks::NONE);
-        let stored: Vec<StoredBlock> = blocks.clone();
-        assert_eq!(*parent, Some(first[0].engine_hash));
-        assert!(stored.iter().map(|block| block.block_hash).eq(hashes[1..].iter().copied()), "{stored:?}");
-    }
-}
-
-#[test]
-fn json_is_one_line_and_round_trips() {
-    let report = Events { limit: Some(6), repeat: 1, ..small() }.run().expect("it runs");
-    let mut line = Vec::new();
-    report.write(&mut line, true).expect("written");
-    let line = String::from_utf8(line).expect("text");
-    assert_eq!(line.matches('\n').count(), 1);
-    let json: Value = serde_json::from_str(&line).expect("json");
-    for key in ["stored_blocks", "removed_blocks", "bytes", "messages", "ranks", "repeat", "seed"] {
-        assert!(json[key].is_u64(), "{key}: {line}");
-    }
-    for stage in ["hash", "decode_hash", "decode_hash_apply"] {
-        assert!(json[stage]["median"]["cpu_ms"].is_number(), "{stage}: {line}");
-        assert!(json[stage]["best"]["million_named_per_second"].is_number(), "{stage}: {line}");
-    }
-    let mut text = Vec::new();
-    report.write(&mut text, false).expect("written");
-    assert!(String::from_utf8(text).expect("text").contains("decode_hash_apply.best.cpu_ms"));
 }
 
 #[test]

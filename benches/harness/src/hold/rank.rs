@@ -111,22 +111,4 @@ mod tests {
         assert_eq!(count(true) - count(false), 40);
         assert_eq!(rank.serve(&prompt(51), 10).len(), 10);
     }
-
-    #[test]
-    fn requests_refer_to_a_stored_prefix() {
-        let mut rank = HeldRank::new(3, 40);
-        let last = |event: KvEvent| match event {
-            KvEvent::Stored { blocks, .. } => blocks.last().map(|block| block.engine_hash),
-            KvEvent::Removed { .. }
-            | KvEvent::Offloaded { .. }
-            | KvEvent::Cleared
-            | KvEvent::TierCleared
-            | KvEvent::GroupStored { .. }
-            | KvEvent::GroupRemoved { .. } => None,
-        };
-        let ends: Vec<_> = rank.fill().into_iter().map(last).collect();
-        assert_eq!(ends.len(), 200);
-        let KvEvent::Stored { parent, .. } = &rank.serve(&prompt(7), 10)[0] else { panic!("a stored event first") };
-        assert!(parent.is_some() && ends.contains(parent));
-    }
 }

@@ -227,13 +227,6 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_burst_is_sent_without_delay() {
-        let mut burst = workload(3_000, Arrivals::OpenLoop);
-        burst.requests.iter_mut().for_each(|request| request.arrival_us = 0);
-        assert!(sent_ms(burst, 4_000, 60_000).await.iter().all(|times| *times == (0, 0)));
-    }
-
-    #[tokio::test(start_paused = true)]
     async fn a_late_request_keeps_its_arrival_time() {
         let sent = sent_ms(workload(5, Arrivals::OpenLoop), 2, 1_000).await;
         assert_eq!(sent, [(0, 0), (100, 100), (200, 1_000), (300, 1_100), (400, 2_000)]);

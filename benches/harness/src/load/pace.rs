@@ -75,18 +75,4 @@ mod tests {
         assert!((18_000..22_000).contains(&due[999]), "{}", due[999]);
         assert!(due.is_sorted() && due == due_ms(&pace, 1_000));
     }
-
-    #[test]
-    fn arrival_times_are_unchanged_without_arguments() {
-        let own = requests(50);
-        assert_eq!(Pace::default().apply(own.clone(), 1), own);
-        let closed = Pace { concurrency: NonZeroU32::new(3), ..Pace::default() }.apply(own.clone(), 1);
-        assert_eq!(
-            (closed.requests, closed.arrivals),
-            (own.requests.clone(), Arrivals::Concurrency(NonZeroU32::new(3).expect("3")))
-        );
-        let random = Pace { poisson: true, ..Pace::default() }.apply(own.clone(), 1);
-        let last = |workload: &Workload| workload.requests[49].arrival_us as f64;
-        assert!((0.5..2.0).contains(&(last(&random) / last(&own))));
-    }
 }

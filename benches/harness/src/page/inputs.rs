@@ -117,7 +117,7 @@ fn alike(one: &Summary, other: &Summary) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::compare::tests::{comparison, summary};
+    use crate::compare::tests::summary;
 
     fn file(name: &str, text: &str) -> PathBuf {
         let path = std::env::temp_dir().join(format!("pointsman-page-{}-{name}", std::process::id()));
@@ -144,14 +144,6 @@ mod tests {
         for path in [first, second] {
             std::fs::remove_file(path).expect("removed");
         }
-    }
-
-    #[test]
-    fn comparisons_are_unchanged() {
-        let of = comparison(&[("kv", 1.0), ("latency", 0.5)]);
-        let path = file("c", &serde_json::to_string(&of).expect("json"));
-        assert_eq!(read(std::slice::from_ref(&path)).expect("read")[0].comparison, of);
-        std::fs::remove_file(path).expect("removed");
     }
 
     #[test]

@@ -194,39 +194,3 @@ impl<'a> Plot<'a> {
         self.svg
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn lines_match_the_colours_and_dashes_of_their_legends() {
-        let of = |which| Polyline { which, pieces: vec![vec![(0.0, 1.0), (0.9, 2.0)], vec![(0.95, 3.0), (0.99, 9.0)]] };
-        let svg = lines(&Axis::shares(), &Axis::times("TTFT", 1.0, 9.0), None, &[of(0), of(1)]);
-        assert_eq!(svg.matches(r##"stroke="#0072B2""##).count(), 2);
-        assert_eq!(svg.matches(r##"stroke="#D55E00" stroke-dasharray="14 6""##).count(), 2);
-        assert!(key(1).contains(r##"stroke="#D55E00" stroke-dasharray="14 6""##));
-        assert!(svg.starts_with("<svg") && svg.ends_with("</svg>"));
-        assert!(svg.contains("currentColor") && svg.contains("99.9"));
-    }
-
-    #[test]
-    fn cells_of_equal_opacity_share_a_path_and_empty_cells_have_none() {
-        let rows = vec![vec![Some(1.0), Some(1.0), None, Some(0.0)], vec![Some(0.52), Some(0.48), Some(1.0), None]];
-        let svg = cells(0, &Axis::clock(40.0), 10.0, &rows);
-        let path = |opacity: &str| {
-            let found = svg.lines().find(|line| line.contains(&format!(r#"fill-opacity="{opacity}""#)));
-            found.map_or(0, |line| line.matches('M').count())
-        };
-        assert_eq!((path("1"), path("0.5"), path("0.1")), (2, 1, 1), "{svg}");
-    }
-
-    #[test]
-    fn a_band_fills_the_area_between_its_lines() {
-        let (at, values) = ([0.0, 1.0, 2.0], [1.0, 2.0, 3.0]);
-        let of = Band { which: 2, at: &at, least: &[0.0; 3], mean: &values, most: &[4.0; 3] };
-        let svg = band(&Axis::clock(2.0), &Axis::from_zero("requests", 4.0), Some(0.5), &of);
-        assert!(svg.contains(r##"<polygon opacity="0.3" fill="#009E73""##), "{svg}");
-        assert!(svg.contains(r#"<polygon opacity="0.07" fill="currentColor""#), "{svg}");
-    }
-}

@@ -75,18 +75,6 @@ mod tests {
         values.iter().copied().filter(|value| 100 * not_above(*value) >= percent * values.len()).min()
     }
 
-    #[test]
-    fn an_empty_set_has_no_distribution() {
-        assert_eq!(Distribution::of_us([]), None);
-        assert_eq!(Distribution::of_histogram(&Histogram::new(3).expect("precision")), None);
-    }
-
-    #[test]
-    fn one_value_is_every_percentile() {
-        let of = Distribution::of_us([2_500_000]).expect("not empty");
-        assert_eq!(of, Distribution { mean: 2.5, p50: 2.5, p90: 2.5, p99: 2.5, count: 1 });
-    }
-
     proptest! {
         #[test]
         fn percentiles_equal_those_found_by_counting(

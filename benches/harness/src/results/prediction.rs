@@ -68,11 +68,4 @@ mod tests {
         assert_eq!((of.bias_seconds, of.mean_absolute_seconds, of.count), (-0.005, 0.015, 2));
         assert_eq!(of.mean_absolute_relative, Some(0.015 / 0.099));
     }
-
-    #[test]
-    fn requests_without_prediction_have_no_error() {
-        let silent = RequestRecord { predicted_ttft_us: None, ..request(0) };
-        let failed = RequestRecord { failure: Some("reset".into()), ..request(0) };
-        assert_eq!(PredictionError::of(&[silent, failed]), None);
-    }
 }

@@ -216,13 +216,7 @@ fn one_rank(samples: &[&RankSample], bins: Bins, ended_us: u64) -> RankSeries {
 mod tests {
     use proptest::prelude::*;
 
-    use super::super::tests::{request, run};
     use super::*;
-
-    fn sample((at_us, rank, requests, prompt_tokens_total): (u64, u32, u32, u64)) -> RankSample {
-        let cached_tokens_total = prompt_tokens_total / 2;
-        RankSample { at_us, rank, requests, prompt_tokens_total, cached_tokens_total }
-    }
 
     #[test]
     fn curves_are_dense_at_the_end_and_limited_by_the_number_of_values() {
@@ -235,43 +229,6 @@ mod tests {
         let few = curve((1..=100).map(|second| second * 1_000_000).collect());
         assert!(few.iter().all(|(share, _)| *share <= 0.99 + 1e-9) && few.len() > 100, "{few:?}");
         assert_eq!((curve(Vec::new()), curve(vec![7]).len()), (Vec::new(), 1));
-    }
-
-    #[test]
-    fn a_run_without_rank_samples_has_requests_in_flight_and_hit_rate() {
-        let run = run((0..1_200).map(|number| request(100 * number)).collect());
-        let series = Series::of(&run);
-        // 120.5 s in 120 bins; requests of 0.6 s, one every 0.1 s.
-        assert_eq!((series.in_flight.len(), series.ranks.len(), series.rank_requests_max.len()), (BINS, 0, 0));
-        assert!(series.in_flight[1..119].iter().all(|mean| (mean - 6.0).abs() < 0.1), "{:?}", series.in_flight);
-        assert!(series.hit_rate[..119].iter().all(|rate| *rate == Some(0.5)), "{:?}", series.hit_rate);
-    }
-
-    #[test]
-    fn individual_ranks_are_limited_in_number() {
-        let mut run = run(vec![request(0)]);
-        run.ended_us = 120;
-        // 120 samples: rank 0 has 4 requests in all bins but the first, rank 1 has 2 from the middle on.
-        run.rank_samples = (1..120).map(|at| sample((at, 0, 4, 100 * at))).collect();
-        run.rank_samples.insert(60, sample((60, 1, 2, 0)));
-        run.rank_samples.insert(0, sample((0, 0, 0, 0)));
-        let series = Series::of(&run);
-        assert_eq!((series.rank_requests_max[0], series.rank_requests_max[1]), (0.0, 4.0));
-        assert_eq!((series.rank_requests_min[59], series.rank_requests_min[60]), (0.0, 2.0));
-        assert_eq!((series.rank_requests_mean[59], series.rank_requests_mean[119]), (2.0, 3.0));
-        assert_eq!(
-            (series.ranks.len(), series.ranks[0].hit_rate[1], series.ranks[1].hit_rate[60]),
-            (2, Some(0.5), None)
-        );
-        let few = Run { rank_samples: run.rank_samples[..3].to_vec(), ..run.clone() };
-        assert_eq!(
-            (Series::of(&few).in_flight.len(), Series::of(&few).bin_seconds),
-            (3, 40e-6),
-            "looked at three times"
-        );
-        run.ranks = 65;
-        let series = Series::of(&run);
-        assert_eq!((series.ranks.len(), series.rank_requests_max.len()), (0, BINS));
     }
 
     proptest! {

@@ -122,11 +122,4 @@ mod tests {
         }
         assert!(!text.contains("failed"), "{text}");
     }
-
-    #[test]
-    fn unmeasured_figures_are_marked_in_text() {
-        let text = text(vec![RequestRecord { failure: Some("connection reset".into()), ..RequestRecord::default() }]);
-        assert!(text.contains("first token           not known"), "{text}");
-        assert!(text.contains("1: 1 × connection reset"), "{text}");
-    }
 }

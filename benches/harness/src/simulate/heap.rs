@@ -39,21 +39,3 @@ impl Heap {
         self.events.pop().map(|Reverse((_, _, event))| event)
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn events_pop_by_time_then_by_insertion() {
-        let mut heap = Heap::default();
-        for (at_us, event) in
-            [(5, Event::Sample), (3, Event::StepEnd(2)), (5, Event::Arrival(0)), (3, Event::StepEnd(1))]
-        {
-            heap.push(at_us, event);
-        }
-        assert_eq!(heap.next_us(), Some(3));
-        let order: Vec<Event> = std::iter::from_fn(|| heap.pop()).collect();
-        assert_eq!(order, [Event::StepEnd(2), Event::StepEnd(1), Event::Sample, Event::Arrival(0)]);
-    }
-}

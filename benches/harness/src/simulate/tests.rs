@@ -2,7 +2,6 @@ use std::num::NonZeroU32;
 
 use clap::Parser;
 use pointsman::policy::Policy;
-use pointsman::protocol::{BlockHash, KvEvent, StorageTier, WorkerId, WorkerRank};
 use pointsman_trial::engine::{EngineConfig, Rank, RequestSpec, StepCost};
 use pointsman_trial::workload::{Arrivals, Request, Rng, Segment, Workload};
 use serde_json::json;
@@ -162,27 +161,6 @@ fn disaggregated_runs_with_one_seed_are_equal_and_complete() {
 }
 
 #[test]
-fn disaggregated_setups_need_ranks_in_both_roles() {
-    let refused = |prefill_ranks, transfer_us_per_token| {
-        let disaggregation = Some(DisaggregationSetup { prefill_ranks, transfer_us_per_token });
-        let setup = Setup { disaggregation, ..setup(Policy::Kv) };
-        run(&setup, &chat(2, 1_000), Embedded::start).expect_err("rejected").to_string()
-    };
-    assert_eq!(refused(6, 2.6), "6 prefill ranks of 6 ranks leave a role without ranks");
-    assert_eq!(refused(3, 2.6), "3 prefill ranks are not whole workers of 2 ranks");
-    assert_eq!(refused(2, -1.0), "transfer_us_per_token is -1, must be 0 to 1000000");
-}
-
-#[test]
-fn the_oracle_predicts_a_single_request_to_the_microsecond() {
-    let (prompt, config) = (lone(0, 1, 30_000), EngineConfig::default());
-    let rank = rank::FleetRank::new(WorkerRank::new(WorkerId(1), 0), config).expect("valid engine settings");
-    let foreseen_us = rank.first_token_us(0, 30_000, &rank.names(&prompt.tokens()));
-    let exact_us = lone_first_token_us(config, &prompt);
-    assert!(foreseen_us.abs_diff(exact_us) <= 4, "{foreseen_us} for {exact_us}: a rounding a step");
-}
-
-#[test]
 fn slower_workers_have_longer_ttft_and_regret() {
     let arguments = "test --workers 3 --engine 2-3:prefill-tokens-per-second=12500 --engine 3:step-us=9000";
     let arguments = Arguments::parse_from(arguments.split_whitespace()).simulate;
@@ -202,44 +180,12 @@ fn slower_workers_have_longer_ttft_and_regret() {
 }
 
 #[test]
-fn queued_requests_are_placed_later() {
-    let workload = workload_of((0..40).map(|id| lone(0, id, 2_000)).collect());
-    let mut setup = setup(Policy::Kv);
-    setup.router.settings = [("queue.threshold".to_owned(), json!(0.5))].into_iter().collect();
-    let run = serve(&setup, &workload);
-    let waited = run.requests.iter().filter(|record| record.placed_us > Some(record.due_us)).count();
-    assert!((10..40).contains(&waited), "{waited} waited");
-    assert!(run.requests.iter().all(|record| record.ended_us.is_some()));
-}
-
-#[test]
-fn simultaneous_requests_form_one_batch() {
-    let mut setup = setup(Policy::Kv);
-    setup.fleet = Fleet { workers: 1, dp_size: 1 };
-    setup.engines.truncate(1);
-    let run = serve(&setup, &workload_of((0..8).map(|id| lone(0, id, 1_000)).collect()));
-    let first: Vec<_> = run.requests.iter().map(|record| record.first_token_us).collect();
-    assert!(first.iter().all(|first_us| *first_us == first[0]), "{first:?}");
-}
-
-#[test]
 fn requests_rejected_by_engines_fail_without_a_booking() {
     let mut workload = chat(20, 20_000);
     workload.requests.push(lone(workload.requests[19].arrival_us, 1, 200_000));
     let run = serve(&setup(Policy::Kv), &workload);
     let failures: Vec<_> = run.requests.iter().filter_map(|record| record.failure.as_deref()).collect();
     assert_eq!(failures, ["request 20 has a prompt of 200000 tokens, not fewer than max_model_len 65536"]);
-}
-
-#[test]
-fn delayed_events_reduce_predicted_cached_tokens() {
-    let workload = chat(200, 8_000);
-    let mut late = setup(Policy::Kv);
-    late.event_delay_us = 5_000_000;
-    let predicted = |setup: &Setup| -> u64 {
-        serve(setup, &workload).requests.iter().filter_map(|record| record.predicted_cached_tokens).sum()
-    };
-    assert!(predicted(&late) < predicted(&setup(Policy::Kv)));
 }
 
 #[test]
@@ -267,75 +213,6 @@ fn a_closed_loop_sends_at_the_end_of_earlier_requests() {
     }
 }
 
-/// Target that never places a request, places every request on an unknown rank, or leaks bookings.
-enum Broken {
-    Silent,
-    Lost,
-    Leaking,
-}
-
-impl Target for Broken {
-    type Handle = ();
-    type Event = ();
-
-    const NAME: &'static str = "broken";
-
-    fn hash(_: &[u32], _: NonZeroU32) -> Vec<BlockHash> {
-        Vec::new()
-    }
-
-    fn event(&self, _: WorkerRank, _: StorageTier, _: KvEvent) {}
-
-    async fn route(&self, _: Call) -> Result<Routed<()>, Failed> {
-        match self {
-            Self::Silent => std::future::pending().await,
-            Self::Lost => Ok(Routed::new(WorkerRank::new(WorkerId(9), 0), ())),
-            Self::Leaking => Ok(Routed::new(WorkerRank::new(WorkerId(1), 0), ())),
-        }
-    }
-
-    async fn apply_events(&self, _: Vec<()>) -> Result<(), Failed> {
-        Ok(())
-    }
-
-    async fn prefill_completed(&self, (): &mut ()) -> Result<(), Failed> {
-        Ok(())
-    }
-
-    fn bookings(&self) -> Option<usize> {
-        Some(1)
-    }
-
-    async fn free(&self, (): ()) -> Result<(), Failed> {
-        Ok(())
-    }
-
-    async fn shutdown(self) {}
-}
-
-#[test]
-fn broken_routers_are_reported_as_errors() {
-    for (broken, expected) in [
-        (Broken::Silent, "broken leaves 1 requests unplaced over idle engines"),
-        (Broken::Lost, "broken placed request 0 on 9/0, which is not in the fleet"),
-        (Broken::Leaking, "broken holds 1 bookings after the last request has ended"),
-    ] {
-        let one = workload_of(vec![lone(5_000, 1, 100)]);
-        let error = run(&setup(Policy::Kv), &one, async |_: &Setup| Ok(broken)).expect_err(expected).to_string();
-        assert!(error.starts_with(expected), "{error}");
-    }
-}
-
-#[test]
-fn predicted_ttft_is_recorded() {
-    let workload = chat(60, 8_000);
-    let foreseen = |policy| {
-        let run = serve(&setup(policy), &workload);
-        run.requests.iter().filter(|record| record.predicted_ttft_us.is_some_and(|us| us > 0)).count()
-    };
-    assert_eq!((foreseen(Policy::Latency), foreseen(Policy::RoundRobin)), (60, 0));
-}
-
 #[test]
 fn invalid_setups_are_rejected_by_name() {
     let refused = |change: fn(&mut Setup)| {
@@ -358,43 +235,8 @@ fn invalid_setups_are_rejected_by_name() {
 }
 
 #[test]
-fn invalid_engine_specs_are_rejected_with_a_reason() {
-    for (spec, expected) in [
-        ("1-2", "no ':'"),
-        ("0-3:step-us=1", "count from 1"),
-        ("3-2:step-us=1", "are empty or contain 0"),
-        ("1:step-us", "no '='"),
-        ("1:speed=3", "unknown figure \"speed\""),
-        ("1:step-us=fast", "step-us \"fast\""),
-    ] {
-        let error = spec.parse::<cli::EngineSpec>().expect_err(spec);
-        assert!(error.contains(expected), "{spec}: {error}");
-    }
-    let arguments = Arguments::parse_from(["test", "--workers", "2", "--engine", "3:step-us=1"]);
-    let error = arguments.simulate.setup(1).expect_err("rejected").to_string();
-    assert_eq!(error, "no worker 3 among 2");
-}
-
-#[test]
 fn small_memories_reduce_max_model_len() {
     let arguments = Arguments::parse_from(["test", "--kv-blocks", "512", "--engine", "2:kv-blocks=9999"]);
     let setup = arguments.simulate.setup(1).expect("a setup");
     assert_eq!((setup.engines[0].max_model_len, setup.engines[1].max_model_len), (511 * 64, 131_072));
-}
-
-#[test]
-fn settings_with_a_flag_are_rejected_by_set() {
-    use clap::Parser;
-
-    #[derive(Parser)]
-    struct Arguments {
-        #[command(flatten)]
-        simulate: super::Simulate,
-    }
-    let parse = |setting: &str| Arguments::try_parse_from(["test", "--set", setting]).map(|given| given.simulate);
-    assert!(parse("queue.threshold=0.5").is_ok());
-    for (setting, flag) in [("policy=latency", "--policy"), ("seed=9", "--seed"), ("block_size=32", "--block-size")] {
-        let refused = parse(setting).map_or_else(|refused| refused.to_string(), |_| String::new());
-        assert!(refused.contains(flag), "{setting}: {refused}");
-    }
 }

@@ -95,27 +95,3 @@ impl Baseline {
         runs.sort_by_key(|run| run.seed);
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::compare::tests::summary;
-
-    #[test]
-    fn runs_are_found_by_case_seed_and_workload() {
-        let runs = vec![summary("peer", 1, 1.0), summary("peer", 2, 1.0)];
-        let workload = runs[0].workload.clone();
-        let cases = BTreeMap::from([("chat/8/1/plain".to_owned(), runs)]);
-        let baseline = Baseline { schema_version: SCHEMA_VERSION, router: "peer".to_owned(), cases };
-        let seeds = |seeds: &[u64], case, workload: &str| baseline.runs(case, seeds, workload).map(|runs| runs.len());
-        assert_eq!(seeds(&[2, 1], "chat/8/1/plain", &workload).expect("known"), 2);
-        for (wanted, case, workload) in [
-            (3, "chat/8/1/plain", workload.as_str()),
-            (1, "chat/8/2/plain", workload.as_str()),
-            (1, "chat/8/1/plain", "other"),
-        ] {
-            let error = seeds(&[wanted], case, workload).expect_err("missing").to_string();
-            assert!(error.contains(case) && error.contains(&format!("seed {wanted}")), "{error}");
-        }
-    }
-}

@@ -106,29 +106,6 @@ mod tests {
     }
 
     #[test]
-    fn the_list_contains_the_required_workloads() {
-        let names: Vec<String> = entries().expect("a list").into_iter().map(|entry| entry.name).collect();
-        for name in [
-            "low",
-            "peer-10",
-            "peer-20",
-            "peer-10-varied",
-            "peer-20-varied",
-            "burst",
-            "chat",
-            "shared-prefix",
-            "agents",
-            "siblings",
-            "heterogeneous",
-            "mooncake-8",
-            "mooncake-16",
-            "mooncake-32",
-        ] {
-            assert!(names.iter().any(|known| known == name), "{name}");
-        }
-    }
-
-    #[test]
     fn invalid_arguments_are_rejected_with_the_entry_name() {
         let error = parsed("odd", "--workload chat --wheels 4").expect_err("refused").to_string();
         assert!(error.contains("odd") && error.contains("--wheels"), "{error}");

@@ -156,13 +156,4 @@ mod tests {
         assert_eq!(lines[3][..4], ["geometric", "mean", "latency", "0.707"]);
         assert_eq!(lines[5][6..8], ["0", "figures"]);
     }
-
-    #[test]
-    fn judged_figures_that_are_worse_are_listed() {
-        let comparison = comparison(&[("kv", 1.0), ("latency", 1.5)]);
-        let rows = vec![Row { name: "chat".into(), why: String::new(), comparison }];
-        let lines = Suite { schema_version: SCHEMA_VERSION, rows }.worse();
-        assert_eq!(lines.len(), Figure::JUDGED.len());
-        assert_eq!(lines[0], "chat  latency to kv  TTFT mean  1.500");
-    }
 }
