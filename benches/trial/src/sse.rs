@@ -95,14 +95,4 @@ mod tests {
             }
         }
     }
-
-    #[test]
-    fn an_event_above_the_size_limit_is_an_error() {
-        let mut reader = SseReader::default();
-        let line = [b"data: ".as_slice(), &[b'x'; 1000], b"\n"].concat();
-        let mut pushes =
-            (0..2000).map(|_| reader.push(&line, |_| -> Result<(), EventTooLong> { panic!("the event has no end") }));
-        assert!(pushes.any(|pushed| pushed == Err(EventTooLong)));
-        assert_eq!(SseReader::default().push(&vec![b'x'; EVENT_BYTES_MAX + 1], |_| Ok(())), Err(EventTooLong));
-    }
 }

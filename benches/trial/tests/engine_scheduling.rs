@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use pointsman_trial::engine::{
-    BlockShortage, CacheEvent, EngineConfig, Finish, Partial, Rank, RequestSpec, Speculation, Stage, Step,
+    BlockShortage, CacheEvent, EngineConfig, Finish, Partial, Rank, RequestSpec, Speculation, Step,
 };
 
 fn config() -> EngineConfig {
@@ -125,15 +125,6 @@ fn a_long_prompt_leaves_the_rest_of_the_step_to_others() {
     assert_eq!(seen, [(8, vec![1]), (7, vec![1, 2, 3]), (0, vec![2, 3])]);
 }
 
-#[test]
-fn slots_limit_the_running_requests() {
-    let limited = EngineConfig { step_tokens_max: 8, sequences_max: 2, prefill_chunk_max: 3, ..config() };
-    let steps = run(limited, &[(7, 2), (2, 2), (6, 2)]);
-    let seen: Vec<_> = steps.iter().map(|step| (step.prefill_tokens, ids(step))).collect();
-    // The third request is admitted in step 3, after the end of the second.
-    assert_eq!(seen, [(5, vec![2]), (3, vec![2]), (4, vec![1]), (3, vec![1, 3]), (0, vec![3])]);
-}
-
 fn speculating(draft_tokens: u32, acceptance_percent: u32) -> EngineConfig {
     EngineConfig { speculation: Speculation { draft_tokens, acceptance_percent }, ..config() }
 }
@@ -151,101 +142,4 @@ fn accepted_draft_tokens_are_output_in_the_same_step() {
     // Context of 5 and 9 tokens; 3 drafts attend to 6 + 7 + 8 and 10 + 11 + 12 tokens.
     let work: Vec<_> = steps[1..].iter().map(|step| (step.work.kv_tokens, step.work.attention_pairs)).collect();
     assert_eq!(work, [(5, 21), (9, 33)]);
-}
-
-#[test]
-fn rejected_draft_tokens_cost_work_and_blocks_only() {
-    let steps = run(speculating(3, 0), &[(5, 4)]);
-    let seen: Vec<_> = steps.iter().map(|step| (step.draft_tokens, step.outputs.len())).collect();
-    assert_eq!(seen, [(0, 1), (3, 1), (3, 1), (3, 1)]);
-    assert_eq!(outputs(&steps), outputs(&run(config(), &[(5, 4)])));
-    for (config, used_blocks) in [(speculating(3, 0), 3), (config(), 2)] {
-        let mut rank = rank(config, &[(5, 4)]);
-        step(&mut rank);
-        step(&mut rank);
-        assert_eq!(rank.load().used_blocks, used_blocks, "6 tokens, and 3 rejected ones");
-    }
-}
-
-#[test]
-fn the_step_and_the_model_length_limit_draft_tokens() {
-    let mut two = rank(EngineConfig { step_tokens_max: 6, sequences_max: 2, ..speculating(3, 100) }, &[(2, 9), (2, 9)]);
-    step(&mut two);
-    let second = step(&mut two);
-    assert_eq!((second.decode_sequences, second.draft_tokens), (2, 3 + 1));
-    assert_eq!(ids(&second), [1, 1, 1, 1, 2, 2]);
-
-    let steps = run(EngineConfig { max_model_len: 8, ..speculating(3, 100) }, &[(5, 9)]);
-    assert_eq!(steps.iter().map(|step| step.draft_tokens).collect::<Vec<_>>(), [0, 1]);
-    assert_eq!(
-        steps[1].outputs.iter().map(|output| output.finished).collect::<Vec<_>>(),
-        [None, Some(Finish::ModelLength)]
-    );
-}
-
-#[test]
-fn bursts_follow_the_acceptance() {
-    // 1 + 0.6 + 0.36 + 0.216 tokens a step.
-    let long = EngineConfig { kv_blocks: 2_001, max_model_len: 8_000, ..speculating(3, 60) };
-    let steps = run(long, &[(4, 7_000)]);
-    let mean = 7_000.0 / steps.len() as f64;
-    assert!((2.11..2.24).contains(&mean), "{mean} tokens a step");
-}
-
-#[test]
-fn preempted_requests_have_the_same_output_under_all_limits() {
-    let requests = [(12, 9), (12, 9), (12, 9)];
-    let alone = EngineConfig { kv_blocks: 101, ..config() };
-    let hard = EngineConfig {
-        step_tokens_max: 10,
-        sequences_max: 3,
-        prefill_chunk_max: 4,
-        block_shortage: BlockShortage::PromptsPreempt,
-        ..speculating(2, 60)
-    };
-    let steps = run(hard, &requests);
-    assert!(steps.iter().any(|step| step.preempted > 0));
-    assert_eq!(outputs(&steps), outputs(&run(alone, &requests)));
-}
-
-#[test]
-fn a_request_as_large_as_the_memory_runs_alone() {
-    // 31 tokens and one of output fill 8 blocks. Three such requests run one after another.
-    for block_shortage in [BlockShortage::PromptsWait, BlockShortage::PromptsPreempt] {
-        let hard = EngineConfig {
-            step_tokens_max: 4,
-            sequences_max: 3,
-            prefill_chunk_max: 2,
-            block_shortage,
-            ..speculating(3, 50)
-        };
-        let steps = run(hard, &[(31, 1), (31, 1), (31, 1)]);
-        assert_eq!(outputs(&steps).len(), 3);
-    }
-}
-
-#[test]
-fn held_blocks_of_a_prefill_delay_other_requests_until_their_release() {
-    let mut rank = Rank::new(config()).expect("valid configuration");
-    let tokens = |seed: u32, count: u32| (0..count).map(|n| seed * 100 + n).collect::<Vec<u32>>();
-    rank.submit_stage(RequestSpec::new(1, tokens(1, 26), 1), Stage::Prefill).expect("accepted");
-    rank.step().expect("a request waits");
-    rank.check_invariants();
-    assert_eq!((rank.is_idle(), rank.load().used_blocks), (true, 6), "the incomplete block is free");
-    rank.submit(RequestSpec::new(2, tokens(2, 12), 1)).expect("accepted");
-    assert!(rank.step().is_none() && !rank.is_idle(), "no memory is left");
-    assert!(rank.reset_cache(false).is_none());
-    assert!(!rank.cancel(1), "the request has ended");
-    assert_eq!((rank.release(1), rank.release(1)), (6, 0));
-    assert_eq!(rank.step().expect("memory is free").prefill_tokens, 12);
-    rank.check_invariants();
-
-    // A transferred prompt uses the local prefix, computes one token, and stores all complete blocks.
-    rank.submit_stage(RequestSpec::new(3, tokens(2, 17), 2), Stage::Decode).expect("accepted");
-    let step = rank.step().expect("a request waits");
-    assert_eq!((step.prefill_tokens, step.outputs[0].cached_tokens, step.outputs[0].transferred_tokens), (1, 16, 4));
-    rank.check_invariants();
-    assert_eq!(rank.step().expect("a token is left").outputs[0].position, 2);
-    assert!(rank.is_idle());
-    rank.check_invariants();
 }

@@ -40,13 +40,6 @@ fn run_one(rank: &mut Rank, spec: RequestSpec) -> Vec<Step> {
     steps
 }
 
-/// Events of a request that takes one step, as text.
-fn events_of(rank: &mut Rank, spec: RequestSpec, names: &mut BTreeMap<EngineHash, String>) -> Vec<String> {
-    let steps = run_one(rank, spec);
-    assert_eq!(steps.len(), 1);
-    describe(&steps[0].events, names)
-}
-
 #[test]
 fn events_match_a_recording_of_a_real_engine() {
     // Hashes from the real engine, in the order of its stores.
@@ -128,34 +121,6 @@ fn blocks_of_generated_tokens_are_published_and_reused() {
 }
 
 #[test]
-fn a_fully_cached_prompt_recomputes_its_last_block() {
-    for (deduplicates, expected) in [(true, vec![]), (false, vec!["Device + 5 under 1".to_owned()])] {
-        let mut rank = rank(EngineConfig { deduplicates, ..EngineConfig::default() });
-        let mut names = BTreeMap::new();
-        let prompt = || RequestSpec::new(1, [1, 2, 3, 4, 5, 6, 7, 8], 1);
-        events_of(&mut rank, prompt(), &mut names);
-        let steps = run_one(&mut rank, prompt());
-        assert_eq!((steps[0].prefill_tokens, steps[0].outputs[0].cached_tokens), (4, 4));
-        assert_eq!(describe(&steps[0].events, &mut names), expected);
-        assert_eq!(rank.held(Tier::Device).len(), 2);
-    }
-}
-
-#[test]
-fn each_copy_of_a_block_has_its_own_removal_event() {
-    let mut rank = rank(EngineConfig::default());
-    let mut names = BTreeMap::new();
-    for _ in 0..3 {
-        events_of(&mut rank, RequestSpec::new(1, [1, 2, 3, 4, 5, 6, 7, 8], 1), &mut names);
-    }
-    // Four blocks are free. The copy stored first is evicted first, and a prompt still finds the block.
-    let events = events_of(&mut rank, RequestSpec::new(2, (20..40).collect::<Vec<_>>(), 1), &mut names);
-    assert_eq!(events, ["Device - 5", "Device + 20 24 28 32 36 under -"]);
-    let steps = run_one(&mut rank, RequestSpec::new(1, [1, 2, 3, 4, 5, 6, 7, 8, 9], 1));
-    assert_eq!(steps[0].outputs[0].cached_tokens, 8);
-}
-
-#[test]
 fn running_requests_with_equal_output_keep_separate_copies() {
     let mut rank = rank(EngineConfig::default());
     let prompt = |id| RequestSpec::new(id, [1, 2, 3, 4, 5], 5);
@@ -184,60 +149,6 @@ fn running_requests_share_blocks_from_the_step_that_computes_them() {
     assert!(rank.cancel(1) && !rank.cancel(1));
     assert_eq!(rank.load().used_blocks, 3);
     rank.check_invariants();
-}
-
-#[test]
-fn adapters_and_salts_separate_caches_and_empty_ones_are_ignored() {
-    let mut rank = rank(EngineConfig::default());
-    let plain = || RequestSpec::new(1, [1, 2, 3, 4, 5], 1);
-    let lora = |name: &str| RequestSpec { lora_name: Some(name.into()), ..plain() };
-    let salt = |name: &str| RequestSpec { cache_salt: Some(name.into()), ..plain() };
-    let mut cached = |spec| run_one(&mut rank, spec)[0].outputs[0].cached_tokens;
-    assert_eq!([plain(), lora("a"), salt("a"), lora("b"), salt("b")].map(&mut cached), [0; 5]);
-    assert_eq!([plain(), lora("a"), salt("a"), lora(""), salt("")].map(&mut cached), [4; 5]);
-}
-
-#[test]
-fn the_host_tier_stores_evicted_blocks_and_loads_them_back() {
-    let mut rank = rank(EngineConfig { host_kv_blocks: 3, ..EngineConfig::default() });
-    let mut names = BTreeMap::new();
-    let prompt = |first: u32, tokens: u32| (first..first + tokens).collect::<Vec<u32>>();
-    events_of(&mut rank, RequestSpec::new(1, prompt(100, 9), 1), &mut names);
-    let events = events_of(&mut rank, RequestSpec::new(2, prompt(200, 28), 1), &mut names);
-    let expected = ["Host + 104 under 100", "Device - 104", "Device + 200 204 208 212 216 220 224 under -"];
-    assert_eq!(events, expected);
-    // One block from the device, one from the host, and one computed.
-    rank.submit(RequestSpec::new(3, prompt(100, 9), 1)).expect("sound");
-    let step = rank.step().expect("a request waits");
-    assert_eq!((step.outputs[0].cached_tokens, step.prefill_tokens, step.work.host_tokens), (8, 1, 4));
-    let expected =
-        ["Host + 224 under 220", "Device - 224", "Device + 104 under 100", "Host + 220 under 216", "Device - 220"];
-    assert_eq!(describe(&step.events, &mut names), expected);
-    // The host is full, so its least recently used block is evicted.
-    let events = events_of(&mut rank, RequestSpec::new(4, prompt(300, 4), 1), &mut names);
-    assert_eq!(events, ["Device + 300 under -"], "the slot of the partial block is allocated first");
-    let events = events_of(&mut rank, RequestSpec::new(5, prompt(400, 4), 1), &mut names);
-    assert_eq!(events, ["Host - 104", "Host + 216 under 212", "Device - 216", "Device + 400 under -"]);
-    rank.check_invariants();
-    assert_eq!(rank.reset_cache(false), Some(CacheEvent::Cleared));
-    assert!(rank.held(Tier::Host).is_empty());
-}
-
-#[test]
-fn a_step_schedules_decodes_before_prompts() {
-    let mut rank = rank(EngineConfig { step_tokens_max: 6, sequences_max: 3, ..EngineConfig::default() });
-    for (id, tokens) in [(1, 5), (2, 8), (3, 2)] {
-        let prompt: Vec<u32> = (0..tokens).map(|token| 100 * id + token).collect();
-        rank.submit(RequestSpec::new(u64::from(id), prompt, 3)).expect("sound");
-    }
-    let mut seen = Vec::new();
-    while let Some(step) = rank.step() {
-        let ids: Vec<u64> = step.outputs.iter().map(|output| output.id).collect();
-        seen.push((step.prefill_tokens, step.decode_sequences, ids));
-        rank.check_invariants();
-    }
-    let expected = [(6, 0, vec![1]), (5, 1, vec![1]), (4, 1, vec![1, 2, 3]), (0, 2, vec![2, 3]), (0, 2, vec![2, 3])];
-    assert_eq!(seen, expected);
 }
 
 #[test]
@@ -271,34 +182,6 @@ fn reusable_names_are_the_hashes_of_held_blocks() {
     assert!(names.iter().all(|name| rank.holds(name)));
     run_one(&mut rank, RequestSpec::new(3, (200..228).collect::<Vec<_>>(), 1));
     assert!(!rank.holds(&names[2]));
-}
-
-#[test]
-fn the_youngest_is_preempted_and_resumes_first_with_equal_tokens() {
-    let prompt = |id: u32| (0..12).map(|token| 100 * id + token).collect::<Vec<u32>>();
-    let alone: Vec<Vec<u32>> = [1, 2, 3]
-        .map(|id| {
-            let steps = run_one(&mut rank(EngineConfig::default()), RequestSpec::new(u64::from(id), prompt(id), 9));
-            steps.iter().map(|step| step.outputs[0].token).collect()
-        })
-        .to_vec();
-    let mut rank = rank(EngineConfig::default());
-    for id in [1, 2, 3] {
-        rank.submit(RequestSpec::new(u64::from(id), prompt(id), 9)).expect("sound");
-    }
-    let (mut together, mut preempted, mut firsts, mut ends) = (vec![Vec::new(); 3], Vec::new(), 0, Vec::new());
-    while let Some(step) = rank.step() {
-        rank.check_invariants();
-        preempted.extend((step.preempted > 0).then(|| (step.preempted, rank.load().waiting)));
-        for output in step.outputs {
-            ends.extend(output.finished.map(|_| output.id));
-            firsts += u32::from(output.first);
-            assert_eq!(output.cached_tokens, 0, "as found when it first ran");
-            together[output.id as usize - 1].push(output.token);
-        }
-    }
-    assert_eq!((together, ends, firsts), (alone, vec![1, 2, 3], 3));
-    assert_eq!(preempted, [(1, 2), (1, 1)], "the second with the third in the queue, then the third");
 }
 
 #[test]

@@ -1,12 +1,10 @@
 //! Tests of disaggregated serving between mock engines over loopback HTTP.
 
-use pointsman_trial::mock::{
-    Dialect, EngineRole, HandoverCounters, HandoverProtocol, LoadFailure, MockConfig, MockEngine, Tier,
-};
+use pointsman_trial::mock::{EngineRole, HandoverCounters, HandoverProtocol, MockConfig, MockEngine, Tier};
 use serde_json::{Value as Json, json};
 use tokio::time::timeout;
 
-use crate::common::{Answer, PATIENCE, get, post, request, send};
+use crate::common::{Answer, PATIENCE, post, request, send};
 
 /// A prefill engine and a decode engine with blocks of four tokens at full speed.
 struct Pair {
@@ -136,27 +134,6 @@ async fn nixl_params(pair: &Pair) -> Json {
 }
 
 #[tokio::test]
-async fn nixl_transfers_the_blocks_and_keeps_the_output() {
-    let pair = Pair::start(HandoverProtocol::VllmNixl).await;
-    let first = complete(&pair.prefill, &nixl_prefill()).await;
-    let (params, expected) = (first.json()["kv_transfer_params"].clone(), reference().await);
-    assert_eq!((&params["remote_num_tokens"], &params["remote_block_ids"]), (&json!(10), &json!([1, 2])));
-    assert_eq!(first.json()["choices"][0]["finish_reason"], "length");
-    assert!(expected.starts_with(&text(&first)), "both legs have the same first token");
-    assert_eq!(pair.prefill.handover().holding_now, 2);
-
-    let second = complete(&pair.decode, &body(json!({ "kv_transfer_params": params }))).await;
-    assert_eq!((text(&second), cached(&second)), (expected, 9));
-    let held = pair.decode.held(0, Tier::Device);
-    assert_eq!(held.iter().filter(|block| prompt(1, 10).starts_with(&block.tokens)).count(), 1);
-    assert_eq!(held.len(), 3, "two prompt blocks and one with output");
-    let counters = get(&pair.prefill, "/handover").await.json();
-    assert_eq!((&counters["blocks_claimed_total"], &counters["holding_now"]), (&json!(2), &json!(0)));
-    assert_eq!((pair.prefill.handover().legs_prefill, pair.decode.handover().legs_decode), (1, 1));
-    pair.end().await;
-}
-
-#[tokio::test]
 async fn nixl_rejects_every_violation() {
     let pair = Pair::start(HandoverProtocol::VllmNixl).await;
     let leg = nixl_prefill;
@@ -196,72 +173,6 @@ async fn nixl_rejects_every_violation() {
     rejects(&pair.decode, "", &wrong).await;
     rejects(&pair.prefill, "", &[decode(params.clone())]).await;
     assert_eq!(complete(&pair.decode, &decode(params)).await.status, 200, "rejected claims leave the blocks held");
-    pair.end().await;
-}
-
-#[tokio::test]
-async fn short_prompts_and_plain_requests_hold_nothing() {
-    let pair = Pair::start(HandoverProtocol::VllmNixl).await;
-    let short = complete(&pair.prefill, &with(nixl_prefill(), "prompt", json!(prompt(1, 3)))).await;
-    assert_eq!((short.status, short.json().get("kv_transfer_params").is_some()), (200, false));
-    for engine in [&pair.prefill, &pair.decode] {
-        assert_eq!(complete(engine, &body(json!({}))).await.status, 200);
-        assert_eq!((engine.handover().aggregated, engine.handover().blocks_held_total), (1, 0));
-    }
-    pair.end().await;
-
-    let engine = MockEngine::start(fast()).await.expect("the engine starts");
-    let ignored = with(nixl_prefill(), "bootstrap_room", json!("x"));
-    assert_eq!(complete(&engine, &ignored).await.status, 200);
-    assert_eq!(engine.handover(), HandoverCounters::default());
-    assert_eq!(get(&engine, "/handover").await.status, 404);
-    engine.shutdown().await;
-}
-
-#[tokio::test]
-async fn an_expired_lease_frees_the_blocks_and_the_decode_engine_recomputes() {
-    let pair = Pair::start_with(HandoverProtocol::VllmNixl, |config| config.block_lease_ms = 1).await;
-    let params = nixl_params(&pair).await;
-    until(&pair.prefill, |counters| counters.blocks_expired_total == 2).await;
-    let late = complete(&pair.decode, &body(json!({ "kv_transfer_params": params }))).await;
-    assert_eq!((text(&late), cached(&late)), (reference().await, 0));
-    assert_eq!(pair.decode.handover().late_or_unknown, 1);
-    assert_eq!(post(&pair.prefill, "/reset_prefix_cache", &json!({})).await.status, 200, "no block is in use");
-    pair.end().await;
-
-    let pair = Pair::start_with(HandoverProtocol::VllmNixl, |config| {
-        (config.block_lease_ms, config.handover_failure) = (1, LoadFailure::Fail);
-    })
-    .await;
-    let params = nixl_params(&pair).await;
-    until(&pair.prefill, |counters| counters.blocks_expired_total == 2).await;
-    assert_eq!(complete(&pair.decode, &body(json!({ "kv_transfer_params": params }))).await.status, 500);
-    pair.end().await;
-}
-
-#[tokio::test]
-async fn a_restart_loses_held_blocks() {
-    let pair = Pair::start(HandoverProtocol::VllmNixl).await;
-    let params = nixl_params(&pair).await;
-    assert_eq!(post(&pair.prefill, "/reset_prefix_cache", &json!({})).await.status, 503, "blocks are in use");
-    pair.prefill.restart(Dialect::VllmMap).await.expect("the engine restarts");
-    let counters = pair.prefill.handover();
-    assert_eq!((counters.blocks_lost_total, counters.holding_now), (2, 0));
-    let late = complete(&pair.decode, &body(json!({ "kv_transfer_params": params }))).await;
-    assert_eq!((late.status, pair.decode.handover().late_or_unknown), (200, 1));
-    pair.end().await;
-}
-
-#[tokio::test]
-async fn a_client_that_leaves_during_the_prefill_holds_nothing() {
-    // A step of the modelled GPU takes far longer than the test.
-    let pair = Pair::start_with(HandoverProtocol::VllmNixl, |config| config.time_scale = 1e-4).await;
-    let leg = nixl_prefill().to_string();
-    let client = send(pair.prefill.address(), "POST", "/v1/completions", "", &leg).await;
-    until(&pair.prefill, |counters| counters.legs_prefill == 1).await;
-    drop(client);
-    let counters = until(&pair.prefill, |counters| counters.running_now == 0).await;
-    assert_eq!(counters.blocks_held_total, 0);
     pair.end().await;
 }
 
@@ -330,39 +241,6 @@ async fn p2p_legs_meet_by_their_request_id() {
 fn room(pair: &Pair, room: u64) -> Json {
     let port = pair.prefill.config().bootstrap_port;
     body(json!({ "bootstrap_host": "127.0.0.1", "bootstrap_port": port, "bootstrap_room": room }))
-}
-
-#[tokio::test]
-async fn sglang_legs_meet_in_their_room() {
-    let pair = Pair::start_with(HandoverProtocol::Sglang, |config| config.data_parallel_size = 2).await;
-    let leg = with(room(&pair, 7), "rid", json!("a"));
-    let prefill = complete(&pair.prefill, &leg);
-    let decode = async {
-        until(&pair.prefill, |counters| counters.legs_prefill == 1).await;
-        rejects(&pair.prefill, "", std::slice::from_ref(&leg)).await;
-        assert_eq!(pair.prefill.handover().running_now, 1, "the prefill leg waits for its decode leg");
-        complete(&pair.decode, &with(leg.clone(), "disagg_prefill_dp_rank", json!(1))).await
-    };
-    let (first, second) = tokio::join!(prefill, decode);
-    let expected = reference().await;
-    assert_eq!((text(&second), cached(&second)), (expected.clone(), 9));
-    assert!(expected.starts_with(&text(&first)));
-    assert_eq!(pair.prefill.held(1, Tier::Device).len(), 2, "room 7 is on rank 1");
-
-    // The same body may be streamed by both legs, and the field overrides the rank of the room.
-    let streamed = with(with(room(&pair, 9), "stream", json!(true)), "routed_dp_rank", json!(0));
-    let (first, second) = tokio::join!(complete(&pair.prefill, &streamed), complete(&pair.decode, &streamed));
-    assert_eq!((first.events().len(), second.events().len()), (2, 6), "tokens and the end marker");
-    assert_eq!(pair.prefill.held(0, Tier::Device).len(), 2);
-
-    let info = async |engine| get(engine, "/server_info").await.json();
-    let (prefill, decode) = (info(&pair.prefill).await, info(&pair.decode).await);
-    assert_eq!(
-        (&prefill["disaggregation_mode"], &decode["disaggregation_mode"]),
-        (&json!("prefill"), &json!("decode"))
-    );
-    assert_eq!(json!(pair.prefill.config().bootstrap_port), prefill["disaggregation_bootstrap_port"]);
-    pair.end().await;
 }
 
 #[tokio::test]

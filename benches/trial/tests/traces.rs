@@ -75,18 +75,6 @@ fn the_checksum_covers_all_bytes_for_any_limit() {
 }
 
 #[test]
-fn a_limit_does_not_change_the_requests_before_it() {
-    for text in [MOONCAKE, QWEN] {
-        let trace = Trace::new("a.jsonl", text);
-        let whole = trace.read(None).expect("a trace").requests;
-        for limit in 1..=whole.len() {
-            let first = trace.read(Some(limit)).expect("a trace");
-            assert_eq!(first.requests, whole[..limit]);
-        }
-    }
-}
-
-#[test]
 fn errors_contain_file_line_and_rule() {
     let broken = |name, text: &str| Trace::new(name, text).read(None).expect_err(text).to_string();
     for (error, expected) in [
@@ -111,35 +99,6 @@ fn errors_contain_file_line_and_rule() {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
-
-    #[test]
-    fn mooncake_requests_are_spread_within_their_ticks(
-        ticks in prop::collection::vec((1_u64..5, 2_990_u64..3_010), 2..20),
-        limit in 1_usize..60,
-    ) {
-        let (mut text, mut at_ms, mut times) = (String::new(), 0, Vec::new());
-        for (requests, gap_ms) in ticks {
-            for n in 0..requests {
-                text += &format!(
-                    "{{\"timestamp\": {at_ms}, \"input_length\": 9, \"output_length\": 1, \"hash_ids\": [{n}]}}\n"
-                );
-                times.push(at_ms * 1_000);
-            }
-            at_ms += gap_ms;
-        }
-        let trace = Trace::new("a.jsonl", &text);
-        let whole = trace.read(None).expect("a trace").requests;
-        prop_assert_eq!(whole.len(), times.len());
-        prop_assert!(whole.is_sorted_by_key(|request| request.arrival_us));
-        for (request, due_us) in whole.iter().zip(&times) {
-            prop_assert!((*due_us..due_us + 3_010_000).contains(&request.arrival_us));
-        }
-        for pair in whole.windows(2) {
-            prop_assert!(pair[1].arrival_us - pair[0].arrival_us >= 3_010_000 / 5 - 10_000);
-        }
-        let first = trace.read(Some(limit)).expect("a trace").requests;
-        prop_assert_eq!(first.len(), limit.min(whole.len()));
-    }
 
     #[test]
     fn arbitrary_bytes_are_parsed_or_rejected(bytes in prop::collection::vec(any::<u8>(), 0..300), format in 0_usize..3) {

@@ -337,14 +337,6 @@ mod tests {
     }
 
     #[test]
-    fn the_table_begins_with_what_a_client_notices() {
-        let text = report(|_| ()).to_string();
-        let at = |row: &str| text.find(row).unwrap_or_else(|| panic!("{row}: {text}"));
-        let rows = ["\ntime to first token", "\nwhole answer", "\nprompt tokens found", "\nbusiest rank"].map(at);
-        assert!(rows.is_sorted(), "{text}");
-    }
-
-    #[test]
     fn errors_are_listed_and_counted() {
         let failed = report(|routed| (routed.errors, routed.error_reasons) = (2, vec!["answered 503: no".to_owned()]));
         assert!(!failed.is_clean() && report(|_| ()).is_clean());

@@ -94,31 +94,3 @@ impl BlockHasher {
         self.buffer.extend_from_slice(name.as_bytes());
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use std::collections::BTreeSet;
-
-    use super::BlockHasher;
-
-    #[test]
-    fn a_block_hash_depends_on_all_inputs() {
-        let mut hasher = BlockHasher::new(1);
-        let mut name = |parent, tokens: [u32; 2], lora, salt| hasher.hash(parent, tokens.into_iter(), lora, salt);
-        let first = name(None, [1, 2], None, None);
-        let salted = name(None, [1, 2], None, Some("a"));
-        let names = [
-            first,
-            salted,
-            name(None, [1, 2], None, Some("b")),
-            name(None, [1, 2], Some("a"), None),
-            name(None, [2, 1], None, None),
-            name(Some(first), [1, 2], None, None),
-            name(Some(salted), [1, 2], None, None),
-            name(Some(first), [1, 2], Some("a"), None),
-            BlockHasher::new(2).hash(None, [1, 2].into_iter(), None, None),
-        ];
-        assert_eq!(names.iter().collect::<BTreeSet<_>>().len(), names.len());
-        assert_eq!(name(Some(first), [1, 2], None, None), name(Some(first), [1, 2], None, Some("only the first")));
-    }
-}

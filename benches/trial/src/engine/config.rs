@@ -160,34 +160,3 @@ fn within(name: &'static str, value: u32, min: u32, max: u32) -> Result<(), Conf
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("{0}")]
 pub struct ConfigError(String);
-
-#[cfg(test)]
-mod tests {
-    use super::{EngineConfig, Speculation, StepCost};
-
-    #[test]
-    fn invalid_configurations_are_rejected() {
-        let good = EngineConfig::default();
-        assert_eq!(good.validate(), Ok(()));
-        let slow = StepCost { prefill_tokens_per_second: 0, ..StepCost::default() };
-        for bad in [
-            EngineConfig { block_size: 0, ..good },
-            EngineConfig { kv_blocks: 1, ..good },
-            EngineConfig { kv_blocks: u32::MAX, ..good },
-            EngineConfig { host_kv_blocks: u32::MAX, ..good },
-            EngineConfig { sequences_max: 0, ..good },
-            EngineConfig { step_tokens_max: 255, ..good },
-            EngineConfig { max_model_len: 1, ..good },
-            EngineConfig { vocab_size: 0, ..good },
-            EngineConfig { cost: slow, ..good },
-            EngineConfig { speculation: Speculation { draft_tokens: 65, ..Speculation::default() }, ..good },
-            EngineConfig { speculation: Speculation { acceptance_percent: 101, ..Speculation::default() }, ..good },
-        ] {
-            assert!(bad.validate().expect_err("refused").to_string().contains(", not within "), "{bad:?}");
-        }
-        let tight = EngineConfig { block_size: 4, kv_blocks: 9, max_model_len: 32, ..good };
-        assert_eq!(tight.validate(), Ok(()));
-        let refused = EngineConfig { max_model_len: 33, ..tight }.validate().expect_err("refused").to_string();
-        assert_eq!(refused, "max_model_len 33 needs 9 blocks, kv_blocks 9 provides one less than that");
-    }
-}

@@ -239,13 +239,6 @@ mod tests {
     }
 
     #[test]
-    fn shares_of_zero_and_one_are_exact() {
-        let board = FaultBoard::new(1, Faults::default());
-        assert!(!(0..1_000).any(|n| board.strikes(Fault::Hang, 0.0, 0, n)));
-        assert!((0..1_000).all(|n| board.strikes(Fault::Hang, 1.0, 0, n)));
-    }
-
-    #[test]
     fn unknown_faults_and_invalid_values_are_rejected() {
         assert!(serde_json::from_str::<Faults>(r#"{"drop_shares": 1}"#).is_err());
         assert!(Faults { reset_share: f64::NAN, ..Faults::default() }.validate().is_err());

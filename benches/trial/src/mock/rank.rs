@@ -453,14 +453,4 @@ mod tests {
         rank.rest();
         assert!(rank.is_quiet());
     }
-
-    #[test]
-    fn a_stopped_rank_ends_its_requests_and_rejects_new_ones() {
-        let rank = rank();
-        let mut outputs = rank.submit(RequestSpec::new(1, [1, 2], 5), Stage::Whole).expect("accepted");
-        rank.stop();
-        assert!(matches!(outputs.try_recv(), Err(tokio::sync::mpsc::error::TryRecvError::Disconnected)));
-        assert!(matches!(rank.submit(RequestSpec::new(2, [1, 2], 5), Stage::Whole), Err(NotTaken::Stopped)));
-        assert!(rank.is_quiet());
-    }
 }

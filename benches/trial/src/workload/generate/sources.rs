@@ -98,20 +98,4 @@ mod tests {
             }
         }
     }
-
-    #[test]
-    fn arrivals_have_the_configured_rate() {
-        let (mut arrival, mut rng) = (Arrival::at_rate(50.0), Rng::new(2));
-        let last = (0..10_000).map(|_| arrival.next_us(&mut rng)).last().expect("some");
-        assert!((last as f64 / 200e6 - 1.0).abs() < 0.05, "{last}");
-    }
-
-    #[test]
-    fn text_ids_are_unique() {
-        let mut ids = std::collections::BTreeSet::new();
-        for (seed, generator) in [(1, "chat"), (2, "chat"), (1, "agents")] {
-            let mut texts = Texts::new(seed, generator);
-            (0..1_000).for_each(|_| assert!(ids.insert(texts.fresh(1).id)));
-        }
-    }
 }
