@@ -9,7 +9,7 @@ use serde_json::json;
 use super::*;
 use crate::fleet::{DisaggregationSetup, Fleet};
 use crate::results::{RequestRecord, Summary, Warmup};
-use crate::targets::{Call, Embedded, Routed};
+use crate::targets::Embedded;
 
 #[derive(Parser)]
 struct Arguments {
