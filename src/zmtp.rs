@@ -343,59 +343,6 @@ mod tests {
 
     const SMALL: Caps = Caps { frame_bytes_max: 1000, message_bytes_max: 1500, message_frames_max: 3 };
 
-    fn check(parts: &[Vec<u8>]) -> Result<(), StreamError> {
-        FrameCheck::new(SMALL).pass(&[&greeting()[..], &parts.concat()].concat())
-    }
-
-    #[test]
-    fn valid_streams_pass() {
-        let ready = with_body(COMMAND, 25);
-        let message = [with_body(MORE, 9), with_body(MORE, 8), with_body(0, 1000)].concat();
-        assert_eq!(check(&[ready, message.clone(), message]), Ok(()));
-        assert_eq!(check(&[with_body(MORE, 0), with_body(0, 0), with_body(LONG, 3)]), Ok(()));
-    }
-
-    #[test]
-    fn invalid_greetings_are_rejected() {
-        let mut check = FrameCheck::new(SMALL);
-        assert_eq!(check.pass(b"SSH-2.0"), Err(StreamError::Greeting { at: 0, found: b'S', rule: "0xff" }));
-        let mut old = greeting();
-        old[10] = 1;
-        let error = FrameCheck::new(SMALL).pass(&old).expect_err("ZMTP 1");
-        assert_eq!(error.to_string(), "byte 10 of the greeting is 0x01, must be at least 3 (ZMTP 3)");
-        let mut curve = greeting();
-        curve[12..17].copy_from_slice(b"CURVE");
-        assert_eq!(FrameCheck::new(SMALL).pass(&curve), Err(StreamError::Mechanism));
-    }
-
-    #[test]
-    fn announced_sizes_are_checked_before_the_body() {
-        for bytes in [1001, 8 << 30, 1 << 63, u64::MAX] {
-            assert_eq!(check(&[frame(0, bytes)]), Err(StreamError::Frame { bytes, bytes_max: 1000 }));
-        }
-        let parts = [with_body(MORE, 900), frame(0, 700)];
-        assert_eq!(check(&parts), Err(StreamError::Message { bytes: 1600, bytes_max: 1500 }));
-        let parts = [frame(MORE, 0), frame(MORE, 0), frame(MORE, 0), frame(MORE, 0)];
-        assert_eq!(check(&parts), Err(StreamError::Frames { frames_max: 3 }));
-        assert_eq!(check(&[vec![0x80]]), Err(StreamError::Flags(0x80)));
-    }
-
-    #[test]
-    fn commands_are_allowed_only_between_messages() {
-        let message = [with_body(MORE, 900), with_body(0, 10)].concat();
-        assert_eq!(check(&[with_body(COMMAND, 5), message.clone(), with_body(COMMAND, 5), message]), Ok(()));
-        assert_eq!(check(&[with_body(MORE, 900), with_body(COMMAND, 5)]), Err(StreamError::Command));
-        assert_eq!(check(&[with_body(MORE | COMMAND, 5)]), Err(StreamError::Command));
-    }
-
-    #[test]
-    fn malformed_messages_are_rejected() {
-        assert_eq!(live(&[&b"t"[..], b"123"]).expect_err("two parts").name(), "part_count");
-        assert_eq!(live(&[&b"t"[..], b"123", b"p"]), Err(PartsError::Sequence(3)));
-        assert_eq!(replayed::<&[u8]>(&[]).expect_err("none").name(), "part_count");
-        assert_eq!(replayed(&[&b""[..], &[0; 8], b""]), Ok(Replayed::End), "an empty payload ends the replay");
-    }
-
     proptest! {
         /// The bytes and frames that a reader buffers for one message stay within the caps while the check succeeds,
         /// with and without commands.

@@ -384,29 +384,20 @@ fn a_day_without_a_fault_raises_no_alarm() {
 }
 
 #[test]
-fn a_day_of_replay_buffers_raises_no_alarm() {
-    let mut simulation = Simulation::new(3, false);
-    simulation.run(24 * HOUR);
-    let counts = &simulation.counts;
-    assert!(counts.found.is_empty(), "seed {}: {:?}", simulation.seed, counts.found);
-    assert!(counts.equal > 80 && simulation.unconfirmed() == 0, "seed 3: {counts:?}");
-}
-
-#[test]
-fn a_day_of_replies_with_gaps_raises_no_alarm() {
+fn hours_of_replies_with_gaps_raise_no_alarm() {
     let mut simulation = Simulation::new(6, false);
     simulation.drops_replies = true;
-    simulation.run(24 * HOUR);
+    simulation.run(6 * HOUR);
     let counts = &simulation.counts;
     eprintln!("seed 6: {counts:?}");
     assert!(counts.found.is_empty() && simulation.unconfirmed() == 0, "seed 6: {counts:?}");
-    assert!(counts.equal > 80 && counts.ring_requests > 2 * counts.equal, "seed 6: {counts:?}");
+    assert!(counts.equal > 20 && counts.ring_requests > 2 * counts.equal, "seed 6: {counts:?}");
 }
 
 #[test]
 fn lost_stores_and_removals_are_corrected_without_loss_behind_replies_with_gaps() {
     let (mut stale, mut missing) = (0, 0);
-    for seed in 10..30 {
+    for seed in 10..20 {
         let mut simulation = Simulation::new(seed, false);
         simulation.drops_replies = true;
         // Only a buffer from the beginning proves removals.
@@ -424,7 +415,7 @@ fn lost_stores_and_removals_are_corrected_without_loss_behind_replies_with_gaps(
             missing += difference.missing.len();
         }
     }
-    assert!(stale > 10 && missing > 50, "{stale} stale, {missing} missing");
+    assert!(stale > 5 && missing > 25, "{stale} stale, {missing} missing");
 }
 
 #[test]

@@ -138,15 +138,6 @@ fn messages_that_never_arrive_make_audits_inconclusive() {
 }
 
 #[test]
-fn a_replay_buffer_without_its_beginning_proves_no_removal() {
-    let mut index = held();
-    index.extend([name(5000), name(10)]);
-    let mut audits = Audits::new(index);
-    assert_eq!(audits.audit(|_, sequence| sequence >= 50), AuditResult::Equal);
-    assert_eq!(audits.audit(|_, _| true), inconclusive(AuditCause::Unconfirmed));
-}
-
-#[test]
 fn a_correction_requires_two_equal_findings() {
     let mut index = held();
     index.extend([name(1), name(2)]);
@@ -217,22 +208,6 @@ fn unreadable_events_and_broken_replies_have_a_cause() {
     assert_eq!(audit.step(now, 2), AuditStep::Request(NAMES_REQUEST));
     audit.replied(1, EngineContents::Names([name(1)].into()));
     assert_eq!(audit.step(now, 2), AuditStep::Ended(inconclusive(AuditCause::IncompleteReply)));
-}
-
-#[test]
-fn a_resync_gains_more_than_it_loses() {
-    // Blocks 61 to 150 are older than the buffer; 40 of the others are missing.
-    let index: BTreeSet<BlockName> = held().into_iter().filter(|held| !(160..200).contains(&held.1.0)).collect();
-    let mut audits = Audits::new(index);
-    for (from, is_resync) in [(150, false), (0, true)] {
-        assert_eq!(audits.audit(|_, sequence| sequence >= from), inconclusive(AuditCause::Unconfirmed));
-        let AuditResult::Different(difference) = audits.audit(|_, sequence| sequence >= from) else {
-            panic!("missing blocks are found")
-        };
-        assert_eq!(difference.missing.len(), 40);
-        let heal = audits.audit.heal(audits.now, &difference, audits.index.len());
-        assert_eq!(heal == Heal::Resync, is_resync, "{heal:?}");
-    }
 }
 
 #[test]

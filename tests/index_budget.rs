@@ -221,7 +221,7 @@ impl World {
 
 #[expect(clippy::disallowed_methods, reason = "the caller chooses the number of cases")]
 fn cases() -> u32 {
-    std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(300)
+    std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(150)
 }
 
 proptest! {
@@ -293,17 +293,6 @@ fn fill(index: &mut Index, rank: u64, first: u64, len: u64) -> u64 {
     }
     index.check_invariants();
     own - first
-}
-
-#[test]
-fn without_a_budget_nothing_is_evicted_or_reported() {
-    let mut index = registered(1);
-    for own in 0..200 {
-        assert_eq!(store(&mut index, 0, &prompt_of(0, 0, own, 50)).evicted, 0);
-    }
-    assert_eq!(index.budget_state(), None);
-    assert_eq!((index.held_blocks_of(Slot(0)), index.evicted_blocks_of(Slot(0))), (10_000, 0));
-    assert_eq!(index.bytes_used(), index.bytes());
 }
 
 #[test]
@@ -386,45 +375,6 @@ fn removals_and_children_of_evicted_blocks_are_recognized() {
     assert!(applied.removed > 0);
     assert_eq!(index.evicted_blocks_of(Slot(0)), 0, "a clear makes the index complete");
     assert_eq!(index.apply(&removed(0, StorageTier::Device, &gone, 0)).unknown_removals, 40);
-}
-
-#[test]
-fn pending_blocks_count_and_are_evicted_first() {
-    let mut index = registered(1);
-    index.set_budget(Some(200_000));
-    let held = prompt_of(0, 0, 1, 40);
-    store(&mut index, 0, &held);
-    let mut evicted = 0;
-    for own in 2..2_000 {
-        let orphan = prompt_of(0, 0, own, 3);
-        evicted += index.apply(&stored(0, StorageTier::HostPinned, &orphan, 1)).evicted;
-        assert!(index.bytes_used() <= 200_000);
-    }
-    index.check_invariants();
-    assert!(evicted > 2_000, "{evicted} blocks");
-    assert_eq!(ask(&index, &held), [(0, 40)]);
-}
-
-#[test]
-fn events_above_the_budget_keep_the_start_of_the_prompt() {
-    let mut index = registered(1);
-    index.set_budget(Some(50_000));
-    let prompt = prompt_of(0, 0, 1, 10_000);
-    let applied = store(&mut index, 0, &prompt);
-    assert_eq!(applied.stored, 10_000);
-    assert!(index.bytes_used() <= 50_000);
-    let [(0, blocks)] = ask(&index, &prompt)[..] else { panic!("not empty") };
-    assert_eq!(u64::from(blocks) + applied.evicted, 10_000);
-    assert!(blocks > 300, "{blocks} blocks");
-}
-
-#[test]
-fn a_budget_below_the_size_of_empty_ranks_holds_nothing() {
-    let mut index = registered(4);
-    index.set_budget(Some(1));
-    let prompt = prompt_of(0, 0, 1, 10);
-    assert_eq!(store(&mut index, 0, &prompt).evicted, 10);
-    assert_eq!((index.held_blocks(), ask(&index, &prompt)), (0, vec![]));
 }
 
 /// Runs of one block consist of nodes and spans with reused numbers. Their freed memory must also be usable for blocks

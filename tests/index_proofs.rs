@@ -196,7 +196,7 @@ fn prompt(bits: &[bool]) -> Vec<u64> {
 }
 
 proptest! {
-    #![proptest_config(effort(300, "tests/index_proofs.proptest-regressions"))]
+    #![proptest_config(effort(150, "tests/index_proofs.proptest-regressions"))]
 
     /// A block that the engine has evicted stands only if an answer has proven it within the documented time. All names
     /// are the engine's, before and after.

@@ -436,7 +436,7 @@ fn ask(shards: &[Index], prompt: &[BlockHash]) -> Vec<ReferenceMatch> {
 
 #[expect(clippy::disallowed_methods, reason = "the caller chooses the number of cases")]
 fn cases() -> u32 {
-    std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(300)
+    std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(150)
 }
 
 proptest! {

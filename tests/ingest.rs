@@ -144,37 +144,6 @@ fn the_first_connection_requests_a_full_replay_and_holds_live_messages() {
 }
 
 #[test]
-fn a_publisher_without_messages_is_complete() {
-    let mut bench = Bench::new(SourceConfig::default());
-    bench.step(IngestInput::Connected);
-    assert_eq!(short(&bench.step(IngestInput::ReplayEnded)), ["live"]);
-    assert_eq!(short(&bench.live_from(1, 0)), ["a0"]);
-
-    let mut bench = Bench::new(no_replay());
-    assert_eq!(short(&bench.step(IngestInput::Connected)), [""; 0]);
-    assert_eq!(short(&bench.live_from(1, 0)), ["a0", "live"]);
-}
-
-#[test]
-fn a_stream_that_starts_late_makes_the_rank_cold() {
-    let mut bench = Bench::new(no_replay());
-    bench.step(IngestInput::Connected);
-    assert_eq!(short(&bench.live_from(1, 7)), ["a7", "cold"]);
-    assert_eq!(bench.source.degradation(), Some(DegradationReason::NoReplay { from: 0 }));
-    assert_eq!(short(&bench.live_from(1, 8)), ["a8"]);
-}
-
-#[test]
-fn a_replay_that_begins_late_makes_the_rank_cold() {
-    let mut bench = Bench::new(SourceConfig::default());
-    bench.step(IngestInput::Connected);
-    bench.live_from(1, 2);
-    assert_eq!(short(&bench.replayed(1, 5)), ["a5"]);
-    assert_eq!(short(&bench.step(IngestInput::ReplayEnded)), ["cold"]);
-    assert_eq!(bench.source.degradation(), Some(DegradationReason::ReplayGap { from: 0, first: 5 }));
-}
-
-#[test]
 fn different_bytes_for_a_known_number_mean_a_new_publisher() {
     let mut bench = Bench::live(SourceConfig::default(), 5);
     let effects = bench.live_from(2, 1);
@@ -183,15 +152,6 @@ fn different_bytes_for_a_known_number_mean_a_new_publisher() {
     assert_eq!(bench.source.held_messages(), 1);
     assert_eq!(short(&bench.replayed(2, 0)), ["a0", "a1"]);
     assert_eq!(short(&bench.step(IngestInput::ReplayEnded)), ["live"]);
-}
-
-#[test]
-fn a_number_below_all_remembered_ones_means_a_new_publisher() {
-    let config = SourceConfig { remembered_max: 3, ..SourceConfig::default() };
-    let mut bench = Bench::live(config, 5);
-    bench.live_from(1, 5);
-    assert_eq!(short(&bench.live_from(1, 3)), [""; 0]);
-    assert_eq!(short(&bench.live_from(2, 1)), ["clear", "replay 0", "recovering"]);
 }
 
 #[test]
@@ -214,39 +174,6 @@ fn a_gap_is_requested_with_one_overlapping_message() {
     assert_eq!(short(&bench.replayed(1, 5)), ["a5"]);
     assert_eq!(short(&bench.replayed(1, 6)), ["a6", "a7", "live"]);
     assert_eq!(notes(&bench.replayed(1, 7)), [("late", 1)]);
-}
-
-#[test]
-fn without_replay_a_gap_is_a_loss() {
-    let mut bench = Bench::live(no_replay(), 5);
-    let effects = bench.live_from(1, 8);
-    assert_eq!(short(&effects), ["clear", "a8", "cold"]);
-    assert_eq!(notes(&effects), [("gap", 1), ("lost", 3), ("cold", 1)]);
-    assert_eq!(bench.source.degradation(), Some(DegradationReason::NoReplay { from: 5 }));
-}
-
-#[test]
-fn messages_missing_from_the_replay_are_lost() {
-    let mut bench = Bench::live(SourceConfig::default(), 5);
-    bench.live_from(1, 30);
-    let effects = bench.replayed(1, 20);
-    assert_eq!(short(&effects), ["clear", "a20"]);
-    assert_eq!(notes(&effects), [("lost", 15), ("cold", 1)]);
-    for sequence in 21..30 {
-        bench.replayed(1, sequence);
-    }
-    assert_eq!((bench.source.state(), bench.source.held_messages()), (StreamState::Cold, 0));
-    assert_eq!(bench.source.degradation(), Some(DegradationReason::ReplayGap { from: 4, first: 20 }));
-}
-
-#[test]
-fn a_reconnection_whose_replay_begins_too_late_is_a_loss() {
-    let mut bench = Bench::live(SourceConfig::default(), 5);
-    bench.step(IngestInput::Disconnected);
-    bench.step(IngestInput::Connected);
-    // A replay that begins one message later is already too late: nothing identifies the publisher as the same one.
-    assert_eq!(short(&bench.replayed(1, 5)), ["clear", "a5"]);
-    assert_eq!(short(&bench.step(IngestInput::ReplayEnded)), ["cold"]);
 }
 
 #[test]
@@ -307,18 +234,6 @@ fn a_replay_with_a_gap_is_requested_again_from_the_gap() {
 }
 
 #[test]
-fn a_failed_replay_without_held_messages_starts_at_the_next_message() {
-    let mut bench = Bench::live(SourceConfig::default(), 5);
-    bench.step(IngestInput::Disconnected);
-    bench.step(IngestInput::Connected);
-    bench.step(IngestInput::ReplayFailed);
-    bench.pass(secs(1));
-    assert_eq!(short(&bench.step(IngestInput::ReplayFailed)), ["clear", "cold"]);
-    assert_eq!(short(&bench.live_from(1, 8)), ["a8"]);
-    assert_eq!(bench.source.degradation(), Some(DegradationReason::ReplayFailed { from: 5 }));
-}
-
-#[test]
 fn clears_turnover_and_time_heal_a_cold_rank() {
     let config = SourceConfig { capacity_blocks: Some(100), ..no_replay() };
     let cold = || {
@@ -353,20 +268,6 @@ fn a_clear_from_before_the_loss_does_not_heal() {
     let cleared = AppliedBatch { events: 1, usable: 1, cleared: true, ..AppliedBatch::default() };
     assert_eq!(short(&bench.applied(cleared)), [""; 0], "the replay starts at message 0");
     assert_eq!(short(&bench.applied(cleared)), ["live"]);
-}
-
-#[test]
-fn a_lost_index_is_refilled_or_cold() {
-    let mut bench = Bench::live(SourceConfig::default(), 5);
-    assert_eq!(short(&bench.step(IngestInput::Resync)), ["replay 0", "recovering"]);
-    bench.live_from(1, 5);
-    assert_eq!(short(&bench.replayed(1, 3)), ["a3"]);
-    assert_eq!(short(&bench.replayed(1, 4)), ["a4", "a5"]);
-    assert_eq!(short(&bench.step(IngestInput::ReplayEnded)), ["cold"]);
-
-    let mut bench = Bench::live(no_replay(), 5);
-    assert_eq!(short(&bench.step(IngestInput::Resync)), ["cold"]);
-    assert_eq!(short(&bench.live_from(1, 5)), ["a5"]);
 }
 
 #[test]

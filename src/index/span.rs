@@ -232,31 +232,6 @@ impl Span {
 mod tests {
     use super::*;
 
-    #[test]
-    fn holding_and_releasing_matches_a_bit_set() {
-        // For each set of 6 blocks, toggle each block.
-        for held in 0_u32..64 {
-            for toggled in 0..6 {
-                let mut span = Span::default();
-                for offset in (0..6).rev().filter(|offset| held >> offset & 1 == 1) {
-                    span.hold(offset, EngineHash(u64::from(offset)));
-                }
-                if span.holds(toggled) {
-                    span.release(toggled);
-                } else {
-                    span.hold(toggled, EngineHash(u64::from(toggled)));
-                }
-                span.shrink();
-                span.check_invariants();
-                let expected = held ^ (1 << toggled);
-                let actual = (0..6).filter(|&offset| span.holds(offset)).fold(0, |bits, offset| bits | 1 << offset);
-                assert_eq!(actual, expected);
-                assert_eq!(span.cut(), expected.trailing_ones());
-                assert_eq!(span.extent(), 32 - expected.leading_zeros());
-            }
-        }
-    }
-
     /// Several thousand blocks; releases every block or every second block and holds them again, in both orders.
     #[test]
     fn cost_per_hole_is_independent_of_their_number() {

@@ -79,34 +79,3 @@ fn parts(event: RouterEvent, blocks_max: usize) -> Vec<RouterEvent> {
         | KvEvent::GroupRemoved { .. }) => vec![of(data)],
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::protocol::{BlockHash, EngineHash, StorageTier, StoredBlock, WorkerId, WorkerRank};
-
-    fn event(data: KvEvent) -> RouterEvent {
-        RouterEvent { rank: WorkerRank::new(WorkerId(1), 0), tier: StorageTier::Device, data }
-    }
-
-    fn stored(parent: Option<u64>, names: std::ops::Range<u64>) -> RouterEvent {
-        let blocks = names.map(|n| StoredBlock { engine_hash: EngineHash(n), block_hash: BlockHash(n) }).collect();
-        event(KvEvent::Stored { parent: parent.map(EngineHash), blocks })
-    }
-
-    #[test]
-    fn parts_of_a_store_are_chained() {
-        let cut = pieces(vec![stored(Some(9), 10..15)], 2);
-        assert_eq!(cut, [[stored(Some(9), 10..12)], [stored(Some(11), 12..14)], [stored(Some(13), 14..15)]]);
-    }
-
-    #[test]
-    fn events_share_pieces_and_count_at_least_one_block() {
-        let batch = vec![stored(None, 0..2), event(KvEvent::Cleared), stored(None, 2..4), event(KvEvent::Cleared)];
-        assert_eq!(pieces(batch.clone(), 6), [&batch[..]]);
-        let cut = pieces(batch.clone(), 3);
-        assert_eq!(cut, [&batch[..2], &batch[2..]]);
-        assert_eq!(pieces(batch.clone(), 0).len(), 6, "at least one block per piece");
-        assert_eq!(pieces(Vec::new(), 3), [Vec::new()]);
-    }
-}

@@ -222,38 +222,6 @@ mod tests {
     }
 
     #[test]
-    fn windows_are_the_blocks_that_the_next_token_needs() {
-        let windows = |tokens| window_blocks(b"sliding_window", tokens, BLOCK_SIZE);
-        assert_eq!([0, 1, 2, 5, 6, 9, 10].map(|tokens| windows(Some(tokens))), [1, 1, 1, 1, 2, 2, 3]);
-        assert_eq!((windows(None), windows(Some(u64::MAX))), (0, u32::MAX - 1));
-        assert_eq!(window_blocks(b"chunked_local_attention", Some(8), BLOCK_SIZE), 0);
-    }
-
-    #[test]
-    fn types_are_remembered_for_events_without_a_type() {
-        let mut groups = Groups::default();
-        let is_main = |groups: &Groups, group: Option<u64>| groups.beside(&event(group, None)) == Ok(None);
-        assert!(is_main(&groups, None) && is_main(&groups, Some(0)));
-        assert!(!is_main(&groups, Some(1)) && !is_main(&groups, Some(u64::MAX)));
-        assert_eq!(learn(&mut groups, 0, b"sliding_window"), Ok(Some((0, 2))));
-        assert_eq!(learn(&mut groups, 2, b"chunked_local_attention"), Err(Finding::NotMainAttention));
-        assert_eq!(learn(&mut groups, 1, b"mla_attention"), Ok(None));
-        assert_eq!(learn(&mut groups, 3, b"full_attention"), Ok(Some((3, u32::MAX))));
-        assert!(!is_main(&groups, Some(0)) && is_main(&groups, Some(1)) && is_main(&groups, None));
-        let groups = Groups::resumed(&groups.records());
-        assert!(!is_main(&groups, Some(0)) && is_main(&groups, Some(1)) && !is_main(&groups, Some(4)));
-    }
-
-    #[test]
-    fn removals_teach_no_type() {
-        let mut groups = Groups::default();
-        assert_eq!(learn(&mut groups, 1, b"sliding_window"), Ok(Some((1, 2))));
-        let mut removal = event(1, Some(b"sliding_window"));
-        (removal.tag, removal.spec_window) = (Tag::Removed, None);
-        assert!(!groups.learn(&removal, BLOCK_SIZE) && groups.beside(&removal).is_ok_and(|beside| beside.is_some()));
-    }
-
-    #[test]
     fn a_main_store_moves_before_the_groups_of_its_own_prompt_only() {
         let mut groups = Groups::default();
         _ = [(0, &b"mamba"[..]), (1, b"sliding_window"), (2, b"full_attention")]
@@ -272,15 +240,5 @@ mod tests {
         }
         let data: Vec<_> = events.into_iter().map(|event| event.data).collect();
         assert_eq!(data, [main(), of_group(0), of_group(1), main(), of_group(0), of_group(1)]);
-    }
-
-    #[test]
-    fn a_group_that_changes_its_type_gives_up_its_role() {
-        let mut groups = Groups::default();
-        assert_eq!(learn(&mut groups, 0, b"full_attention"), Ok(None));
-        assert_eq!(learn(&mut groups, 1, b"mamba"), Ok(Some((1, 1))));
-        assert_eq!(learn(&mut groups, 0, b"sliding_window"), Ok(Some((0, 2))));
-        assert_eq!(learn(&mut groups, 1, b"full_attention"), Ok(None));
-        assert_eq!(learn(&mut groups, 0, b"full_attention"), Ok(Some((0, u32::MAX))));
     }
 }

@@ -253,39 +253,3 @@ impl Namespaces {
         self.entries.len()
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn block_is_forgotten_with_its_last_copy() {
-        let (mut namespaces, namespace) = (Namespaces::default(), Namespace { lora: 0, salt: 7 });
-        let device = StorageTier::Device;
-        namespaces.stored(1, namespace, false);
-        namespaces.stored(2, namespace, true);
-        namespaces.stored(1, namespace, false); // announced again
-        namespaces.stored(2, namespace, true); // another copy
-        namespaces.start_batch();
-        namespaces.removed(2, device);
-        assert_eq!(namespaces.of(2), namespace);
-        namespaces.removed(2, device);
-        namespaces.removed(1, device);
-        assert_eq!(namespaces.len(), 0);
-        namespaces.roll_back();
-        namespaces.removed(2, device);
-        assert_eq!(namespaces.of(2), namespace, "the copy is restored");
-        (0..2).for_each(|_| namespaces.offloaded(2, Namespace::default(), StorageTier::HostPinned));
-        namespaces.removed(2, device);
-        namespaces.removed(2, StorageTier::HostPinned);
-        assert_eq!((namespaces.of(2), namespaces.len()), (namespace, 2), "one of two copies in host memory");
-        namespaces.start_batch();
-        namespaces.clear_tier(StorageTier::HostPinned);
-        assert_eq!(namespaces.len(), 1);
-        namespaces.roll_back();
-        assert_eq!(namespaces.of(2), namespace);
-        namespaces.removed(2, StorageTier::HostPinned);
-        namespaces.removed(1, device);
-        assert_eq!(namespaces.len(), 0);
-    }
-}

@@ -95,13 +95,13 @@ fn a_budget_limits_the_bytes_of_a_counting_allocator() {
     }
     index.set_budget(Some(BUDGET));
     let (mut stored_blocks, mut evicted) = (0, 0);
-    for n in 0..100_000 {
+    for n in 0..50_000 {
         let draw = mix(n);
         let rank = WorkerRank::new(WorkerId(draw % RANKS), 0);
         let tier = if draw >> 8 & 7 == 0 { StorageTier::HostPinned } else { StorageTier::Device };
         let parent = (draw >> 16).is_multiple_of(50).then_some(EngineHash(draw)); // unknown: waits in lower tiers
         // The lengths of the unique tails change over time, which changes the mix of structures in the index.
-        let own = if n / 20_000 % 2 == 0 { 1 + draw % 3 } else { 4 + draw % 16 };
+        let own = if n / 10_000 % 2 == 0 { 1 + draw % 3 } else { 4 + draw % 16 };
         let blocks = stored(draw % 7, 6, n, 6 + own);
         let applied = index.apply(&RouterEvent { rank, tier, data: KvEvent::Stored { parent, blocks } });
         (stored_blocks, evicted) = (stored_blocks + applied.stored, evicted + applied.evicted);
@@ -113,7 +113,7 @@ fn a_budget_limits_the_bytes_of_a_counting_allocator() {
     index.check_invariants();
     let state = index.budget_state().expect("budget is set");
     assert_eq!(state.evicted_blocks, evicted);
-    assert!(stored_blocks > 20 * index.held_blocks() as u64, "stored more than the budget: {stored_blocks}");
+    assert!(stored_blocks > 10 * index.held_blocks() as u64, "stored more than the budget: {stored_blocks}");
     assert!(state.bytes > BUDGET * 3 / 4, "blocks within the budget are kept: {state:?}");
     // Random hash keys vary the fill of the tables: 14,700 to 16,300 blocks in ten runs.
     assert!(index.held_blocks() > 13_000, "{} blocks", index.held_blocks());

@@ -377,7 +377,7 @@ fn check<S: Strategy>(cases: u32, strategy: S, property: impl Fn(S::Value) -> Re
 
 #[test]
 fn all_dialects_decode_to_equal_events() {
-    check(256, (writer(), proptest::collection::vec(op(), 1..40), 1..5_usize), |(writer, ops, batches)| {
+    check(128, (writer(), proptest::collection::vec(op(), 1..40), 1..5_usize), |(writer, ops, batches)| {
         let (events, expected, in_namespaces) = written(writer, &ops);
         let mut decoder = decoder();
         let mut decoded = Vec::new();
@@ -423,7 +423,7 @@ fn events_beside_an_invalid_one_are_kept() {
 fn arbitrary_bytes_never_panic() {
     let flips = proptest::collection::vec((any::<proptest::sample::Index>(), 0..8_u8), 1..6);
     let noise = proptest::collection::vec(any::<u8>(), 0..200);
-    check(256, (writer(), proptest::collection::vec(op(), 1..8), flips, noise), |(writer, ops, flips, noise)| {
+    check(128, (writer(), proptest::collection::vec(op(), 1..8), flips, noise), |(writer, ops, flips, noise)| {
         decode_counted(&noise);
         decode_counted(&[&[0x92, 0xc0, 0xdc, 0xff, 0xff][..], &noise].concat());
         let (events, expected, _) = written(writer, &ops);

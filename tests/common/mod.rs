@@ -31,6 +31,13 @@ pub(crate) fn config() -> RouterConfig {
     }
 }
 
+/// [`config`] with a change.
+pub(crate) fn config_with(change: impl FnOnce(&mut RouterConfig)) -> RouterConfig {
+    let mut config = config();
+    change(&mut config);
+    config
+}
+
 /// A router with single-rank workers 0 to `workers` − 1.
 pub(crate) async fn router(config: RouterConfig, workers: u64) -> Router {
     started(Router::builder(config), workers).await

@@ -67,17 +67,6 @@ fn a_pending_block_with_the_name_of_its_parent_becomes_the_parent() {
     assert_eq!(fleet.ask(&[0, 0, 0]), [(0, 1, 2)]);
 }
 
-#[test]
-fn a_chain_removed_in_any_order_frees_all_memory() {
-    for names in [[11, 12, 13], [13, 12, 11], [12, 11, 13], [12, 13, 11]] {
-        let mut fleet = Fleet::of(1);
-        fleet.store(0, None, &named(&[1, 2, 3]));
-        assert_eq!(fleet.remove(0, &names).removed, 3);
-        assert_eq!(fleet.0.shape(StorageTier::Device).runs, 0);
-        assert_eq!(fleet.store(0, Some(13), &named(&[4])).waiting, 1, "no name outlives its block");
-    }
-}
-
 /// Regression: the second name was looked up before the removal of the first one had inserted it into the table.
 #[test]
 fn both_names_of_a_block_leave_in_one_list() {
@@ -112,24 +101,6 @@ fn a_shared_prefix_is_one_run_for_any_held_lengths() {
 }
 
 #[test]
-fn divergence_within_a_run_adds_a_child_without_a_split() {
-    let mut fleet = Fleet::of(21);
-    let system: Vec<_> = (100..120).collect();
-    fleet.store(20, None, &named(&system));
-    for rank in 0..20 {
-        // Each rank diverges from the system prompt one block later than the previous one.
-        let mut prompt = system[..=rank as usize].to_vec();
-        prompt.extend([1_000 + rank, 2_000 + rank]);
-        fleet.store(rank, None, &named(&prompt));
-    }
-    let shape = fleet.0.shape(StorageTier::Device);
-    // The last rank continues the run at its end. The other nineteen are children at inner positions.
-    assert_eq!((shape.runs, shape.run_blocks), (20, 22 + 19 * 2));
-    assert_eq!(shape.holders, 21 + 19, "one entry per rank in the run, one more after divergence");
-    assert_eq!(fleet.ask(&system).len(), 21);
-}
-
-#[test]
 fn prompts_above_the_longest_run_continue_in_a_second_run() {
     const RUN: u64 = 1 << 14;
     let mut fleet = Fleet::of(1);
@@ -140,21 +111,4 @@ fn prompts_above_the_longest_run_continue_in_a_second_run() {
     assert_eq!(fleet.ask(&prompt), [(0, RUN as u32 + 5, 0)]);
     fleet.remove(0, &[RUN + 12]);
     assert_eq!(fleet.ask(&prompt), [(0, RUN as u32 + 2, 0)]);
-}
-
-#[test]
-fn churn_frees_all_memory() {
-    let mut fleet = Fleet::of(1);
-    let mut high = 0;
-    for round in 0..50_u64 {
-        for prompt in 0..20 {
-            let hashes: Vec<_> = (0..30).map(|at| round * 7 % 5 + prompt * 100 + at).collect();
-            fleet.store(0, None, &hashes.iter().map(|hash| (hash + 10, *hash)).collect::<Vec<_>>());
-        }
-        high = if round < 5 { fleet.0.bytes().max(high) } else { high };
-        assert!(fleet.0.bytes() <= high, "round {round}: {} bytes", fleet.0.bytes());
-        let names: Vec<_> = (0..3_000).collect();
-        fleet.remove(0, &names);
-        assert_eq!((fleet.0.held_blocks(), fleet.0.shape(StorageTier::Device).runs), (0, 0));
-    }
 }

@@ -107,28 +107,6 @@ fn the_tier_of_an_unreadable_removal_is_cleared() {
 }
 
 #[test]
-fn consecutive_removals_of_a_tier_are_merged_within_a_batch() {
-    let mut decoder = decoder();
-    let mut events = Vec::new();
-    let cpu = || [("medium", "CPU".into())];
-    let first = [good(1), good(2), removal([3], cpu()), removal([4, 5], cpu()), good(6)];
-    let second = [good(7), store([11], None, &TOKENS[..4], []), good(8), good(8)];
-    for of in [batch(first), batch(second)] {
-        let report = decoder.decode(&of, &mut events);
-        assert_eq!(report.usable, report.events, "each counts");
-    }
-    let expected = [
-        removed(Device, &[1, 2]),
-        removed(HostPinned, &[3, 4, 5]),
-        removed(Device, &[6]),
-        removed(Device, &[7]),
-        stored(Device, None, &[(11, PLAIN[0])]),
-        removed(Device, &[8, 8]),
-    ];
-    assert_eq!(events, expected);
-}
-
-#[test]
 fn unknown_additional_fields_are_ignored() {
     let more = [
         ("ownership", Msg::from([5_u64])),
@@ -177,51 +155,6 @@ fn trailing_array_fields_may_differ_by_release() {
         let (hashes, findings) = with(tail);
         assert!(hashes[0] != PLAIN[0] && findings == [(Finding::UnknownNamespace, 1)]);
     }
-}
-
-#[test]
-fn only_blocks_of_the_main_attention_group_count() {
-    let kind = |idx: u64, kind: &str| [("group_idx", idx.into()), ("kv_cache_spec_kind", kind.into())];
-    let group = |idx: u64| [("group_idx", Msg::Uint(idx))];
-    let mut decoder = decoder();
-    let (events, report) = next(
-        &mut decoder,
-        [
-            store([11], None, &TOKENS[..4], kind(0, "sliding_window")),
-            store([11], None, &TOKENS[..4], kind(1, "full_attention")),
-            removal([11], group(0)),
-            removal([11], group(1)),
-            removal([12], []),
-            removal([13], group(2)),
-        ],
-    );
-    let expected = [stored(Device, None, &[(11, PLAIN[0])]), removed(Device, &[11, 12])];
-    assert_eq!((&events[..], found(&report)), (&expected[..], vec![(Finding::NotMainAttention, 3)]));
-    let window = [("kv_cache_spec_sliding_window", 9.into())];
-    let of = [
-        store([12], None, &TOKENS[..4], kind(2, "mamba")),
-        store([12], Some(11), &TOKENS[..4], kind(0, "sliding_window").into_iter().chain(window)),
-        store([12], None, &TOKENS[..4], kind(2, "mamba").into_iter().chain([("medium", "CPU".into())])),
-        removal([12], group(2)),
-        removal([13, 14], group(2)),
-        removal([11], group(1)),
-    ];
-    let (events, report) = next(&mut decoder, of);
-    let group_stored = |group, window_blocks, starts_prompt| {
-        let window_blocks = NonZeroU32::new(window_blocks).expect("not zero");
-        KvEvent::GroupStored { group, window_blocks, starts_prompt, blocks: vec![EngineHash(12)] }
-    };
-    let data: Vec<_> = events.into_iter().map(|event| event.data).collect();
-    let expected = [
-        group_stored(2, 1, true),
-        group_stored(0, 2, false),
-        KvEvent::GroupRemoved { group: 2, blocks: [12, 13, 14].map(EngineHash).to_vec() },
-        removed(Device, &[11]).data,
-    ];
-    assert_eq!((&data[..], found(&report)), (&expected[..], vec![(Finding::NotMainAttention, 1)]));
-    decoder.forget();
-    let (events, _) = next(&mut decoder, [removal([11], group(0)), removal([11], group(1))]);
-    assert_eq!(events, [removed(Device, &[11])]);
 }
 
 #[test]

@@ -25,26 +25,6 @@ fn singles(range: std::ops::Range<u64>) -> Msg {
 }
 
 #[test]
-fn a_block_is_held_while_all_its_pages_are() {
-    let mut decoder = decoder();
-    let (events, report) = next(&mut decoder, [singles(0..3), singles(3..7)]);
-    assert_eq!(events, [stored(Device, None, &[(4, PLAIN[0])])]);
-    assert_eq!((report.usable, report.stored_blocks, report.page_size, found(&report)), (2, 1, Some(1), vec![]));
-    assert_eq!(next(&mut decoder, [singles(7..8)]).0, [stored(Device, Some(4), &[(8, PLAIN[1])])]);
-    assert_eq!(next(&mut decoder, [removal([6], [])]).0, [removed(Device, &[8])]);
-    assert_eq!(next(&mut decoder, [removal([6, 7], [])]).0, [], "already");
-    assert_eq!(next(&mut decoder, [singles(5..6)]).0, [], "page 7 is missing");
-    assert_eq!(next(&mut decoder, [singles(6..7)]).0, [stored(Device, Some(4), &[(8, PLAIN[1])])]);
-    // A copy behind a parent needs a removal of its own; a report from the start does not.
-    assert_eq!(next(&mut decoder, [singles(0..8), singles(7..8), removal([8], [])]).0, []);
-    assert_eq!(next(&mut decoder, [removal([8, 7], []), removal([6], [])]).0, [removed(Device, &[8])]);
-    let (events, report) = next(&mut decoder, [pages(&[9], Some(99), &[1], 1, vec![])]);
-    assert_eq!((events, found(&report)), (vec![], vec![(Finding::UnknownPage, 1)]));
-    assert_eq!((report.usable, report.mismatch, report.page_size), (1, None, Some(1)), "the form fits");
-    assert!(decoder.is_folding());
-}
-
-#[test]
 fn blocks_of_the_pools_size_end_the_folding_of_partial_ones() {
     let mut decoder = decoder();
     assert_eq!(next(&mut decoder, [singles(0..4)]).0.len(), 1);

@@ -69,25 +69,6 @@ fn gone(names: &[u64], medium: &str) -> Msg {
 }
 
 #[test]
-fn a_store_without_tokens_is_a_copy_of_the_known_block() {
-    for placeholder in [
-        sized(&[12], &[], 0, "CPU"),
-        sized(&[12], &[], 0, "cpu"),
-        sized(&[12], &TOKENS, 8, "CPU"),
-        sized(&[12], &[7; 16], 16, "CPU"),
-    ] {
-        let mut stream = Stream::new();
-        stream.apply([store([11, 12], None, &TOKENS, [])]);
-        assert_eq!(stream.apply([placeholder.clone()]).stored, 1, "{placeholder:?}");
-        assert_eq!(stream.plain(), [2, 0, 0]);
-        stream.apply([gone(&[12], "GPU")]);
-        assert_eq!(stream.plain(), [1, 1, 0], "{placeholder:?}");
-        stream.apply([gone(&[12], "CPU")]);
-        assert_eq!(stream.plain(), [1, 0, 0]);
-    }
-}
-
-#[test]
 fn a_copy_of_an_unknown_block_without_keys_matches_nobody() {
     for copy in [copy(&[11, 12], None, &TOKENS, vec![]), sized(&[11], &[], 0, "FS")] {
         let mut stream = Stream::new();
@@ -103,41 +84,6 @@ fn a_copy_of_an_unknown_block_without_keys_matches_nobody() {
 }
 
 #[test]
-fn copies_without_keys_keep_the_namespace_of_their_block() {
-    let salted = || store([11], None, &TOKENS[..4], vec![keys(vec![["A"].into()])]);
-    let held = |stream: &Stream| [Some("A"), None, Some("B")].map(|salt| stream.held(&TOKENS, None, salt));
-    let mut stream = Stream::new();
-    stream.apply([salted()]);
-    stream.apply([copy(&[11], None, &TOKENS[..4], vec![])]);
-    assert_eq!(held(&stream), [[1, 0, 0], [0; 3], [0; 3]]);
-    // The chain on the device keeps its salt, and so does a copy behind it that the device never had.
-    stream.apply([store([12], Some(11), &TOKENS[4..], [])]);
-    assert_eq!(held(&stream), [[2, 0, 0], [0; 3], [0; 3]]);
-    stream.apply([gone(&[12, 11], "GPU"), copy(&[12], Some(11), &TOKENS[4..], vec![])]);
-    assert_eq!(held(&stream), [[0, 2, 0], [0; 3], [0; 3]]);
-    stream.apply([salted(), gone(&[11, 12], "CPU"), gone(&[11], "GPU")]);
-    assert_eq!((held(&stream), stream.decoder.namespaces()), ([[0; 3]; 3], 0));
-
-    // Mooncake and LMCache name no adapter either.
-    let mut stream = Stream::new();
-    stream.apply([store([11, 12], None, &TOKENS, vec![("lora_name", "ad".into())])]);
-    stream.apply([copy(&[11, 12], None, &TOKENS, vec![]), gone(&[11, 12], "GPU")]);
-    assert_eq!((stream.held(&TOKENS, Some("ad"), None), stream.plain()), ([0, 2, 0], [0; 3]));
-
-    // An image, and the same token ids without it.
-    let image = Msg::Array(vec![Msg::Array(vec!["img".into(), 0.into()])]);
-    let mut stream = Stream::new();
-    stream.apply([store([11, 12], None, &TOKENS, vec![keys(vec![Msg::Nil, image])])]);
-    stream.apply([copy(&[11, 12], None, &TOKENS, vec![]), gone(&[12], "GPU")]);
-    assert_eq!(stream.plain(), [1, 0, 0]);
-    let objects = MmBlocks::listed([vec![], vec![MmSpan::hash_of_id("img").expect("an id")]]);
-    let prompt: Vec<_> = requested_with(&TOKENS, None, None, &objects).into_iter().map(BlockHash).collect();
-    let mut overlaps = Overlaps::default();
-    stream.index.overlaps(&prompt, &mut overlaps);
-    assert_eq!(overlaps.iter().next().map(|(hit, lower)| (hit.device_blocks, lower.blocks())), Some((1, 1)));
-}
-
-#[test]
 fn a_copy_behind_an_unknown_block_never_widens_its_namespace() {
     let mut stream = Stream::new();
     assert_eq!(stream.apply([copy(&[12], Some(11), &TOKENS[4..], vec![])]).waiting, 1);
@@ -147,26 +93,6 @@ fn a_copy_behind_an_unknown_block_never_widens_its_namespace() {
     stream.apply([copy(&[12], Some(11), &TOKENS[4..], vec![])]);
     stream.apply([store([11], None, &TOKENS[..4], [])]);
     assert_eq!(stream.plain(), [1, 1, 0], "behind a plain block");
-}
-
-/// Chunks that share a prefix announce its blocks once each, and two stores of a tier hold a block each.
-#[test]
-fn copies_in_lower_tiers_are_counted() {
-    let own = || vec![keys(vec![Msg::Nil, Msg::Nil])];
-    let other = [1, 2, 3, 4, 9, 9, 9, 9];
-    let mut stream = Stream::new();
-    stream.apply([copy(&[11, 12], None, &TOKENS, own()), copy(&[11, 13], None, &other, own())]);
-    stream.apply([gone(&[11, 12], "CPU")]);
-    assert_eq!((stream.plain(), stream.held(&other, None, None)), ([0, 1, 0], [0, 2, 0]));
-    stream.apply([gone(&[11, 13], "CPU")]);
-    assert_eq!(stream.index.held_blocks(), 0);
-
-    let stored = |owner: &'static str| sized(&[11], &[], 0, owner);
-    stream.apply([store([11], None, &TOKENS[..4], [])]);
-    stream.apply([stored("FS"), stored("OBJ"), gone(&[11], "GPU"), gone(&[11], "FS")]);
-    assert_eq!(stream.plain(), [0, 0, 1]);
-    stream.apply([gone(&[11], "OBJ")]);
-    assert_eq!(stream.plain(), [0; 3]);
 }
 
 #[test]
@@ -189,24 +115,6 @@ fn a_clear_leaves_what_the_engine_leaves() {
     let mut sglang = filled("CPU_PINNED");
     sglang.apply([clear(vec![])]);
     assert_eq!((sglang.index.held_blocks(), sglang.decoder.namespaces()), (0, 0), "all tiers");
-}
-
-#[test]
-fn names_of_one_tier_are_merged_within_a_batch() {
-    let of = [
-        copy(&[11], Some(10), &TOKENS[..4], vec![]),
-        sized(&[12], &[], 0, "CPU"),
-        sized(&[13], &[], 0, "CPU"),
-        sized(&[14], &[], 0, "FS"),
-        store([15], None, &TOKENS[..4], []),
-    ];
-    let (events, report) = next(&mut decoder(), of);
-    let expected = [
-        offloaded(HostPinned, Some(10), &[(11, Some(PLAIN[0])), (12, None), (13, None)]),
-        offloaded(Disk, None, &[(14, None)]),
-        stored(Device, None, &[(15, PLAIN[0])]),
-    ];
-    assert_eq!((&events[..], report.usable, report.stored_blocks), (&expected[..], 5, 1));
 }
 
 /// An operation of an engine with a connector.
