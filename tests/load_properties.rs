@@ -238,7 +238,7 @@ fn steps(one_rate: bool) -> impl Strategy<Value = Vec<Step>> {
 }
 
 proptest! {
-    #![proptest_config(effort(400, "tests/load_properties.proptest-regressions"))]
+    #![proptest_config(effort(200, "tests/load_properties.proptest-regressions"))]
 
     #[test]
     fn loads_match_the_reference_after_any_calls(assume_kv_reuse: bool, steps in steps(false)) {

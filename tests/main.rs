@@ -1,8 +1,6 @@
 //! Integration tests of the library, one module each. `alone/` is a second binary for the tests that need a separate
 //! process.
 
-#[path = "common/changing_cells.rs"]
-mod changing_cells;
 #[cfg(feature = "runtime")]
 mod common;
 #[path = "common/effort.rs"]
@@ -53,7 +51,6 @@ mod replica_properties;
 mod schedule_choice;
 mod schedule_filters;
 mod schedule_record;
-mod schedule_replay;
 mod schedule_targets;
 mod schedule_turns;
 mod schedule_waiting;

@@ -366,7 +366,7 @@ impl Pair {
 }
 
 proptest! {
-    #![proptest_config(effort(400, "tests/queue_properties.proptest-regressions"))]
+    #![proptest_config(effort(200, "tests/queue_properties.proptest-regressions"))]
 
     #[test]
     fn the_queue_matches_its_model_after_any_calls(classes in classes(), steps in prop::collection::vec(step(), 1..80)) {

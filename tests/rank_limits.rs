@@ -1,17 +1,17 @@
 //! Limit of active requests per rank, with batches and under several policies.
 
+use pointsman::Filter;
 use pointsman::internals::schedule::Purpose;
 use pointsman::policy::Policy;
 use pointsman::protocol::WorkerId;
 use pointsman::test_support::{SampleRequest, SimulatedFleet};
-use pointsman::{Filter, RouterConfig};
 
-use crate::fleet::config;
+use crate::fleet::config_with;
 
 #[test]
 fn no_rank_has_more_active_requests_than_the_limit() {
     for policy in [Policy::Latency, Policy::Kv, Policy::RoundRobin, Policy::LeastLoaded] {
-        let mut config = RouterConfig { policy: policy.into(), ..config() };
+        let mut config = config_with(|c| c.policy = policy.into());
         config.overload.active_requests_max = Some(2);
         let mut fleet = SimulatedFleet::new(config, 3);
         let sample = SampleRequest { blocks: 1, ..SampleRequest::default() };

@@ -4,7 +4,8 @@
 //! Replicas with random contributions write summaries into a network that loses and reorders them by seed. The network is
 //! a queue of messages with their arrival times, so that many seeds take little time.
 
-use std::collections::{BTreeMap, BinaryHeap};
+use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::Duration;
 
 use pointsman::internals::load::PlacementRate;
@@ -20,10 +21,10 @@ use pointsman_trial::workload::Rng;
 const LAYOUT: ReplicaLayout = ReplicaLayout { block_size: 64, hash_seed: 1 };
 const INTERVAL_MS: u64 = 20;
 
-/// 500, or the number in `PROPTEST_CASES`.
+/// 250, or the number in `PROPTEST_CASES`.
 #[expect(clippy::disallowed_methods, reason = "test effort is not router configuration")]
 pub(crate) fn seeds() -> u64 {
-    std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(500)
+    std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(250)
 }
 
 struct Replica {
@@ -34,35 +35,57 @@ struct Replica {
     peers: PeerTable,
 }
 
-/// A summary on its way, ordered by arrival.
-#[derive(PartialEq, Eq)]
-struct UnderWay {
-    arrival_ms: u64,
-    number: u64,
-    to: usize,
-    from: ReplicaLife,
+/// Messages on their way between replicas: 30 % are lost, 20 % arrive twice, and each is up to 50 ms late.
+pub(crate) struct Network<M> {
+    pub(crate) draws: Rng,
+    pub(crate) replicas: usize,
+    /// By arrival time in milliseconds and number, with their receivers.
+    under_way: BTreeMap<(u64, u64), (usize, M)>,
+    sent: u64,
+    /// Number of the first replica of the second side while the network is divided.
+    divided_at: Option<usize>,
 }
 
-impl Ord for UnderWay {
-    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
-        (other.arrival_ms, other.number).cmp(&(self.arrival_ms, self.number))
+impl<M: Clone> Network<M> {
+    pub(crate) fn new(seed: u64) -> Self {
+        let mut draws = Rng::new(seed);
+        let replicas = 2 + draws.below(4) as usize;
+        Self { draws, replicas, under_way: BTreeMap::new(), sent: 0, divided_at: None }
     }
-}
 
-impl PartialOrd for UnderWay {
-    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
-        Some(self.cmp(other))
+    pub(crate) fn divide(&mut self) {
+        self.divided_at = Some(1 + self.draws.below(self.replicas as u32 - 1) as usize);
+    }
+
+    pub(crate) fn join(&mut self) {
+        self.divided_at = None;
+    }
+
+    /// Sends a message to every reachable replica. A quiet network is not divided.
+    pub(crate) fn send(&mut self, from: usize, message: &M, now_ms: u64, is_quiet: bool) {
+        for to in (0..self.replicas).filter(|to| *to != from) {
+            let is_divided = !is_quiet && self.divided_at.is_some_and(|second| (from < second) != (to < second));
+            if is_divided || self.draws.below(100) < 30 {
+                continue;
+            }
+            for _ in 0..1 + u32::from(self.draws.below(100) < 20) {
+                self.sent += 1;
+                let arrival_ms = now_ms + u64::from(self.draws.below(51));
+                self.under_way.insert((arrival_ms, self.sent), (to, message.clone()));
+            }
+        }
+    }
+
+    /// The next message that has arrived, and its receiver.
+    pub(crate) fn arrived(&mut self, now_ms: u64) -> Option<(usize, M)> {
+        let first = self.under_way.first_entry().filter(|first| first.key().0 <= now_ms)?;
+        Some(first.remove())
     }
 }
 
 struct World {
-    draws: Rng,
     replicas: Vec<Replica>,
-    under_way: BinaryHeap<UnderWay>,
-    summaries: BTreeMap<u64, LoadSummary>,
-    sent: u64,
-    /// Number of the first replica of the second side while the network is divided.
-    divided_at: Option<usize>,
+    network: Network<(ReplicaLife, Arc<LoadSummary>)>,
 }
 
 fn contribution(dp_rank: u32, requests: u32) -> RankContribution {
@@ -92,10 +115,8 @@ fn new_replica(id: u64, incarnation: u64) -> Replica {
 
 impl World {
     fn new(seed: u64) -> Self {
-        let mut draws = Rng::new(seed);
-        let count = 2 + u64::from(draws.below(4));
-        let replicas = (0..count).map(|id| new_replica(id, 1)).collect();
-        Self { draws, replicas, under_way: BinaryHeap::new(), summaries: BTreeMap::new(), sent: 0, divided_at: None }
+        let network = Network::new(seed);
+        Self { replicas: (0..network.replicas as u64).map(|id| new_replica(id, 1)).collect(), network }
     }
 
     /// One interval: changes of load, summaries, and arrivals.
@@ -110,45 +131,26 @@ impl World {
                 .iter_mut()
                 .map(|(rank, (requests, has_changed))| (contribution(*rank, *requests), std::mem::take(has_changed)));
             let Some(summary) = writer.write(all, PlacementRate::default(), None, at(now_ms)) else { continue };
-            let life = *life;
-            self.send(from, life, summary, now_ms, is_quiet);
+            self.network.send(from, &(*life, Arc::new(summary)), now_ms, is_quiet);
         }
-        while self.under_way.peek().is_some_and(|next| next.arrival_ms <= now_ms) {
-            let Some(UnderWay { number, to, from, .. }) = self.under_way.pop() else { break };
-            let summary = &self.summaries[&number];
+        while let Some((to, (from, summary))) = self.network.arrived(now_ms) {
             // Summaries of an earlier life are refused, and have no effect.
-            let _ = self.replicas[to].peers.receive(from, summary, at(now_ms));
+            let _ = self.replicas[to].peers.receive(from, &summary, at(now_ms));
         }
     }
 
     fn disturb(&mut self) {
-        let replica = self.draws.below(self.replicas.len() as u32) as usize;
-        match self.draws.below(100) {
+        let replica = self.network.draws.below(self.replicas.len() as u32) as usize;
+        match self.network.draws.below(100) {
             0 => {
                 let life = self.replicas[replica].life;
                 self.replicas[replica] = new_replica(life.replica.0, life.incarnation + 1);
             }
-            1 => self.divided_at = Some(1 + self.draws.below(self.replicas.len() as u32 - 1) as usize),
-            2 | 3 => self.divided_at = None,
+            1 => self.network.divide(),
+            2 | 3 => self.network.join(),
             _ => {
-                let (rank, requests) = (self.draws.below(6), self.draws.below(5));
+                let (rank, requests) = (self.network.draws.below(6), self.network.draws.below(5));
                 self.replicas[replica].requests.insert(rank, (requests, true));
-            }
-        }
-    }
-
-    /// Delivers to every reachable replica: 30 % lost, 20 % twice, up to 50 ms late.
-    fn send(&mut self, from: usize, life: ReplicaLife, summary: LoadSummary, now_ms: u64, is_quiet: bool) {
-        self.sent += 1;
-        self.summaries.insert(self.sent, summary);
-        for to in (0..self.replicas.len()).filter(|to| *to != from) {
-            let is_divided = !is_quiet && self.divided_at.is_some_and(|second| (from < second) != (to < second));
-            if is_divided || self.draws.below(100) < 30 {
-                continue;
-            }
-            for _ in 0..1 + u32::from(self.draws.below(100) < 20) {
-                let arrival_ms = now_ms + u64::from(self.draws.below(51));
-                self.under_way.push(UnderWay { arrival_ms, number: self.sent, to, from: life });
             }
         }
     }
@@ -179,7 +181,7 @@ fn at(millis: u64) -> Timestamp {
 fn sums_are_true_after_a_quiet_time() {
     for seed in 0..seeds() {
         let mut world = World::new(seed);
-        let steps = 20 + u64::from(world.draws.below(60));
+        let steps = 20 + u64::from(world.network.draws.below(60));
         (0..steps).for_each(|step| world.step(step * INTERVAL_MS, false));
         let quiet_ms = |step: u64| steps * INTERVAL_MS + step * 100;
         (0..=200).for_each(|step| world.step(quiet_ms(step), true));

@@ -6,21 +6,20 @@ use std::sync::Arc;
 
 use pointsman::config::{QueueClass, SessionAffinity};
 use pointsman::error::ErrorKind;
-use pointsman::internals::config::{QueueConfig, SessionConfig, SlowStartConfig};
+use pointsman::internals::config::SlowStartConfig;
 use pointsman::internals::health::Exclusions;
 use pointsman::internals::protocol::{Generation, Slot};
 use pointsman::policy::Policy;
-use pointsman::protocol::{WorkerId, WorkerRank};
+use pointsman::protocol::WorkerId;
 use pointsman::test_support::{RequestOutcome, SampleRequest, SimulatedFleet, rank};
-use pointsman::{Constraints, Filter, Pin, PinMode, RankTraits, internals::select::preference_factor};
 use pointsman::{
-    Rejection,
+    Constraints, Pin, PinMode, RankTraits, Rejection, RouterConfig, SessionId,
     internals::schedule::{Input, Purpose, ResolvedOptions},
+    internals::select::preference_factor,
 };
-use pointsman::{RouterConfig, SessionId};
 use std::time::Duration;
 
-use crate::fleet::{BLOCK_SIZE, config};
+use crate::fleet::{BLOCK_SIZE, config, config_with};
 
 fn taints(names: &[&str]) -> BTreeSet<String> {
     names.iter().map(|&name| name.to_owned()).collect()
@@ -57,7 +56,7 @@ fn of_session(id: &str) -> ResolvedOptions {
 /// A rank is busy above `tokens` of pending prefill.
 fn busy_above(tokens: u64) -> RouterConfig {
     let class = QueueClass { busy_prefill_tokens: Some(tokens), ..QueueClass::named("only") };
-    RouterConfig { queue: QueueConfig { classes: vec![class], ..config().queue }, ..config() }
+    config_with(|c| c.queue.classes = vec![class])
 }
 
 /// The rejection of this request by a new fleet of two ranks.
@@ -112,33 +111,6 @@ fn rejections_count_ranks_by_filter() {
 }
 
 #[test]
-fn the_first_rejecting_filter_counts() {
-    let mut fleet = SimulatedFleet::new(config(), 3);
-    fleet.describe(2, tainted(&["gold"]));
-    fleet.drain(0);
-    fleet.set_conditions(&[0, 1, 2], &[1]);
-    fleet.request(0, &constrained(Constraints { required_taints: taints(&["gold"]), ..allowed(&[1, 2]) }));
-    assert_eq!(
-        fleet.rejection(0).to_string(),
-        "all eligible workers are overloaded: 1 not allowed, 1 without a required taint, 1 overloaded"
-    );
-    let Rejection::AllOverloaded { removed } = fleet.rejection(0) else { panic!("overload is its own error") };
-    assert_eq!((removed.by(Filter::Allowed), removed.by(Filter::Draining)), (1, 0));
-}
-
-#[test]
-fn retries_exclude_the_failed_rank() {
-    let mut fleet = SimulatedFleet::new(config(), 2);
-    let warm = |constraints: Constraints| SampleRequest { cached: vec![(0, 4)], ..constrained(constraints) };
-    fleet.request(0, &warm(Constraints::default()));
-    fleet.request(1, &warm(excluding(&[0])));
-    assert_eq!((fleet.worker(0), fleet.worker(1)), (0, 1));
-    let other_rank = Constraints { excluded_ranks: [WorkerRank::new(WorkerId(0), 1)].into(), ..Constraints::default() };
-    fleet.request(2, &warm(other_rank));
-    assert_eq!(fleet.worker(2), 0, "another rank of that worker is excluded");
-}
-
-#[test]
 fn overload_depends_on_tokens_steps_and_blocks() {
     let traits = RankTraits { max_num_batched_tokens: Some(64), total_kv_blocks: Some(10), ..RankTraits::default() };
     let limits: [fn(&mut RouterConfig); 3] = [
@@ -187,17 +159,6 @@ fn hard_pins_report_the_rejecting_filter() {
 }
 
 #[test]
-fn a_pinned_worker_has_all_its_ranks() {
-    let mut fleet = SimulatedFleet::new(config(), 1);
-    fleet.admit(WorkerRank::new(WorkerId(7), 0), RankTraits::default());
-    fleet.admit(WorkerRank::new(WorkerId(7), 1), RankTraits::default());
-    let sample = constrained(pinned(7, PinMode::Hard));
-    (0..4).for_each(|id| fleet.request(id, &SampleRequest { prompt: id, ..sample.clone() }));
-    let ranks: BTreeSet<WorkerRank> = (0..4).map(|id| fleet.decision(id).rank()).collect();
-    assert_eq!(ranks, [0, 1].map(|n| WorkerRank::new(WorkerId(7), n)).into());
-}
-
-#[test]
 fn a_soft_pin_is_kept_while_its_rank_is_eligible() {
     let dear = SampleRequest { cached: vec![(0, 4)], ..constrained(pinned(1, PinMode::Soft)) };
     let placed = |config: RouterConfig, prepare: &dyn Fn(&mut SimulatedFleet)| {
@@ -238,27 +199,6 @@ fn adapters_restrict_the_choice_if_any_rank_has_them() {
     fleet.drain(1);
     fleet.request(3, &sql);
     assert_eq!(fleet.worker(3), 0, "the rank with the adapter is full");
-}
-
-#[test]
-fn requests_waiting_for_an_adapter_do_not_block_others() {
-    let mut fleet = SimulatedFleet::new(busy_above(0), 2);
-    fleet.describe(0, with_adapter("sql"));
-    fleet.occupy(90, 0, 1);
-    fleet.occupy(91, 1, 1);
-    fleet.request(
-        0,
-        &SampleRequest::from(ResolvedOptions { lora_name: Some("sql".into()), ..ResolvedOptions::default() }),
-    );
-    fleet.request(1, &SampleRequest::default());
-    assert_eq!(fleet.waiting(), 2);
-    fleet.complete_prefill(91);
-    fleet.wake();
-    assert_eq!(fleet.worker(1), 1, "a request without adapter");
-    assert_eq!(fleet.waiting(), 1);
-    fleet.complete_prefill(90);
-    fleet.wake();
-    assert_eq!(fleet.worker(0), 0);
 }
 
 #[test]
@@ -304,8 +244,7 @@ fn a_soft_session_can_be_overruled_by_cost() {
     fleet.free(3);
     fleet.request(4, &chat);
     assert_eq!(fleet.worker(4), 0, "the session moved");
-    let off =
-        RouterConfig { session: SessionConfig { affinity: SessionAffinity::Off, ..config().session }, ..config() };
+    let off = config_with(|c| c.session.affinity = SessionAffinity::Off);
     let mut fleet = SimulatedFleet::new(off, 2);
     fleet.request(0, &SampleRequest { cached: vec![(1, 1)], ..chat.clone() });
     fleet.request(1, &SampleRequest { cached: vec![(0, 1)], ..chat });
@@ -345,8 +284,7 @@ fn the_context_of_a_session_counts_as_cached_on_a_rank_without_events() {
 
 #[test]
 fn hard_sessions_stay_until_their_rank_is_removed() {
-    let hard =
-        RouterConfig { session: SessionConfig { affinity: SessionAffinity::Hard, ..config().session }, ..config() };
+    let hard = config_with(|c| c.session.affinity = SessionAffinity::Hard);
     let chat = SampleRequest { prompt: 3, ..SampleRequest::from(of_session("chat")) };
     for leave in [SimulatedFleet::drain as fn(&mut SimulatedFleet, usize), SimulatedFleet::retire] {
         let mut fleet = SimulatedFleet::new(hard.clone(), 2);
@@ -360,70 +298,6 @@ fn hard_sessions_stay_until_their_rank_is_removed() {
         fleet.request(3, &SampleRequest { cached: vec![(1, 4)], ..chat.clone() });
         assert_eq!(fleet.worker(3), 0, "bound to its new rank");
     }
-}
-
-/// A batch decides like consecutive requests: the second request finds the session that the first one created.
-#[test]
-fn sessions_of_the_same_batch_are_found() {
-    for threshold in [None, Some(1.0)] {
-        let hard = RouterConfig {
-            session: SessionConfig { affinity: SessionAffinity::Hard, ..config().session },
-            queue: QueueConfig { threshold, ..config().queue },
-            ..config()
-        };
-        let mut fleet = SimulatedFleet::new(hard, 2);
-        fleet.occupy(90, 0, 1);
-        fleet.occupy(91, 1, 1);
-        fleet.responds_at_once = false;
-        fleet.request(0, &SampleRequest { prompt: 1_090, ..SampleRequest::default() }); // needs a load query; others arrive
-        fleet.request(1, &SampleRequest { prompt: 3, cached: vec![(1, 4)], ..SampleRequest::from(of_session("chat")) });
-        fleet.request(2, &SampleRequest { prompt: 4, cached: vec![(0, 4)], ..SampleRequest::from(of_session("chat")) });
-        fleet.settle();
-        assert_eq!((fleet.worker(1), fleet.worker(2)), (1, 1), "threshold {threshold:?}");
-    }
-}
-
-/// Both requests wait while the session has no rank. The second follows the first one's rank, even if it must wait
-/// there.
-#[test]
-fn waiting_requests_of_one_hard_session_end_on_one_rank() {
-    let mut fleet = SimulatedFleet::new(
-        RouterConfig {
-            session: SessionConfig { affinity: SessionAffinity::Hard, ..busy_above(0).session },
-            ..busy_above(0)
-        },
-        2,
-    );
-    fleet.occupy(90, 0, 1);
-    fleet.occupy(91, 1, 1);
-    fleet.request(0, &SampleRequest::from(of_session("chat")));
-    fleet.request(1, &SampleRequest::from(of_session("chat")));
-    fleet.complete_prefill(90);
-    fleet.wake();
-    assert_eq!((fleet.worker(0), fleet.waiting()), (0, 1));
-    fleet.complete_prefill(91);
-    fleet.wake();
-    assert_eq!(fleet.waiting(), 1, "the rank of the session is the other one");
-    fleet.complete_prefill(0);
-    fleet.wake();
-    assert_eq!(fleet.worker(1), 0);
-}
-
-#[test]
-fn removing_the_rank_of_a_session_frees_waiting_requests() {
-    let mut fleet = SimulatedFleet::new(
-        RouterConfig {
-            session: SessionConfig { affinity: SessionAffinity::Hard, ..busy_above(0).session },
-            ..busy_above(0)
-        },
-        2,
-    );
-    fleet.request(0, &SampleRequest { cached: vec![(0, 1)], ..SampleRequest::from(of_session("chat")) });
-    assert_eq!(fleet.worker(0), 0);
-    fleet.request(1, &SampleRequest::from(of_session("chat")));
-    assert_eq!(fleet.waiting(), 1, "its rank is busy, though the other is not");
-    fleet.retire(0);
-    assert_eq!(fleet.worker(1), 1);
 }
 
 #[test]
@@ -511,10 +385,7 @@ fn unreachable_and_refusing_ranks_are_last_under_every_policy() {
 
 #[test]
 fn sessions_stay_with_refusing_ranks_and_leave_unreachable_ones() {
-    let mut fleet = SimulatedFleet::new(
-        RouterConfig { session: SessionConfig { affinity: SessionAffinity::Hard, ..config().session }, ..config() },
-        2,
-    );
+    let mut fleet = SimulatedFleet::new(config_with(|c| c.session.affinity = SessionAffinity::Hard), 2);
     fleet.request(0, &SampleRequest { cached: vec![(0, 1)], ..SampleRequest::from(of_session("chat")) });
     let only = || BTreeSet::from([rank(0)]);
     fleet.step(Input::Exclusions(Arc::new(Exclusions { refusing: only(), ..Exclusions::default() })));
@@ -557,10 +428,7 @@ fn new_ranks_cost_more_until_filled_or_timed_out() {
 
 #[test]
 fn unknown_capacities_use_the_median_rank() {
-    let mut fleet = SimulatedFleet::new(
-        RouterConfig { slow_start: SlowStartConfig { fill: 0.5, ..config().slow_start }, ..config() },
-        3,
-    );
+    let mut fleet = SimulatedFleet::new(config_with(|c| c.slow_start.fill = 0.5), 3);
     fleet.request(9, &SampleRequest::default()); // all start empty at the same time, so slow start does not apply
     for (node, held) in [(0, 80), (1, 100), (2, 400)] {
         fleet.ranks[node].cells.holdings.publish(held, fleet.now);
@@ -572,10 +440,7 @@ fn unknown_capacities_use_the_median_rank() {
 
 #[test]
 fn ranks_that_join_during_a_query_are_charged_as_new() {
-    let mut fleet = SimulatedFleet::new(
-        RouterConfig { slow_start: SlowStartConfig { fill: 0.5, ..config().slow_start }, ..config() },
-        1,
-    );
+    let mut fleet = SimulatedFleet::new(config_with(|c| c.slow_start.fill = 0.5), 1);
     fleet.occupy(90, 0, 1);
     fleet.responds_at_once = false;
     fleet.request(0, &SampleRequest { prompt: 1_090, blocks: 2, ..SampleRequest::default() });
@@ -589,10 +454,7 @@ fn ranks_that_join_during_a_query_are_charged_as_new() {
 #[test]
 fn backpressure_contains_class_limit_current_and_retry_delay() {
     let class = QueueClass { requests_max_per_rank: Some(1), ..busy_above(0).queue.classes[0].clone() };
-    let mut fleet = SimulatedFleet::new(
-        RouterConfig { queue: QueueConfig { classes: vec![class], ..config().queue }, ..config() },
-        2,
-    );
+    let mut fleet = SimulatedFleet::new(config_with(|c| c.queue.classes = vec![class]), 2);
     fleet.occupy(90, 0, 1);
     fleet.occupy(91, 1, 1);
     (0..3).for_each(|id| fleet.request(id, &SampleRequest::default()));

@@ -2,7 +2,6 @@
 
 use std::time::Duration;
 
-use pointsman::Rejection;
 use pointsman::config::PrefillModel;
 use pointsman::internals::config::{LoadConfig, QueueConfig};
 use pointsman::internals::load::EngineSpeed;
@@ -11,7 +10,7 @@ use pointsman::internals::schedule::{
 };
 use pointsman::policy::{KvConfig, Policy, PolicyConfig};
 use pointsman::test_support::{RequestOutcome, SampleRequest, SimulatedFleet};
-use pointsman::{Filter, RouterConfig};
+use pointsman::{Filter, Rejection, RouterConfig};
 use proptest::prelude::*;
 
 use crate::effort::effort;
@@ -41,14 +40,6 @@ fn sample(fleet: &SimulatedFleet, ttft_ms: Option<f64>, itl_ms: Option<f64>, rej
 
 fn plain() -> SampleRequest {
     SampleRequest { blocks: BLOCKS, cached: vec![(0, BLOCKS)], ..SampleRequest::default() }
-}
-
-/// The worker of a request with these targets.
-fn chosen(ttft_ms: Option<f64>, itl_ms: Option<f64>) -> u64 {
-    let mut fleet = warm_and_idle(latency());
-    let sample = sample(&fleet, ttft_ms, itl_ms, false);
-    fleet.request(1, &sample);
-    fleet.worker(1)
 }
 
 fn missed(ttft_ms: Option<f64>, itl_ms: Option<f64>) -> TargetsMissed {
@@ -85,20 +76,6 @@ fn worked_example_of_predictions() {
     close(prediction(&rows[0]).itl_seconds.expect("decode"), 0.004 + 2.0 * 20e-6 + 175.0 * 64.0 * 65e-9);
     close(prediction(&rows[1]).ttft_seconds.expect("prefill"), speed.prefill(work(6_400.0, 0.0)) + 0.004);
     close(prediction(&rows[1]).itl_seconds.expect("decode"), 0.004 + 20e-6 + 100.0 * 64.0 * 65e-9);
-}
-
-/// Rank 0 has its first token after 0.52 s and 4.77 ms a token, rank 1 after 0.71 s and 4.44 ms.
-#[test]
-fn ranks_that_meet_the_targets_are_preferred() {
-    let mut fleet = warm_and_idle(latency());
-    fleet.request(1, &plain());
-    assert_eq!(fleet.worker(1), 0, "without targets the lowest cost");
-    assert_eq!(chosen(Some(600.0), None), 0);
-    assert_eq!(chosen(None, Some(4.6)), 1);
-    assert_eq!(chosen(Some(800.0), Some(4.6)), 1);
-    assert_eq!(chosen(Some(600.0), Some(4.6)), 0, "each misses one target: the lowest cost");
-    assert_eq!(chosen(Some(100.0), Some(4.6)), 1, "the fewest missed targets");
-    assert_eq!(chosen(Some(1.0), Some(1.0)), 0, "all miss both: the lowest cost");
 }
 
 #[test]

@@ -2,19 +2,18 @@
 
 use std::time::Duration;
 
-use pointsman::RouterConfig;
 use pointsman::config::QueueClass;
 use pointsman::internals::config::QueueConfig;
 use pointsman::protocol::Timestamp;
 use pointsman::test_support::{SampleRequest, SimulatedFleet};
 use pointsman::{Rejection, internals::schedule::ResolvedOptions};
 
-use crate::fleet::config;
+use crate::fleet::{config, config_with};
 
 /// Ranks with one running prefill each, with the ids 1,000 and up. A rank is busy with any prefill.
 fn busy_fleet(ranks: u64) -> SimulatedFleet {
     let queue = QueueConfig { threshold: Some(0.0), ..config().queue };
-    let mut fleet = SimulatedFleet::new(RouterConfig { queue, ..config() }, ranks as usize);
+    let mut fleet = SimulatedFleet::new(config_with(|c| c.queue = queue), ranks as usize);
     (0..ranks).for_each(|worker| fleet.occupy(1_000 + worker, worker, 1));
     fleet
 }
@@ -30,27 +29,6 @@ fn request(fleet: &mut SimulatedFleet, id: u64) {
 fn open(fleet: &mut SimulatedFleet, worker: u64) {
     fleet.complete_prefill(1_000 + worker);
     fleet.wake();
-}
-
-#[test]
-fn an_older_request_of_another_replica_precedes_on_the_only_open_rank() {
-    let mut fleet = busy_fleet(2);
-    request(&mut fleet, 0);
-    fleet.queue_heads.publish_peers(&[before(&fleet, 5)]);
-    open(&mut fleet, 0);
-    assert!(!fleet.is_complete(0), "the rank is for the other replica");
-    fleet.queue_heads.publish_peers(&[]);
-    fleet.wake();
-    assert_eq!(fleet.worker(0), 0);
-}
-
-#[test]
-fn younger_requests_of_other_replicas_do_not_precede() {
-    let mut fleet = busy_fleet(2);
-    request(&mut fleet, 0);
-    fleet.queue_heads.publish_peers(&[fleet.now, fleet.now + Duration::from_millis(1)]);
-    open(&mut fleet, 0);
-    assert_eq!(fleet.worker(0), 0);
 }
 
 #[test]
@@ -115,7 +93,7 @@ fn a_replica_that_does_not_use_its_turn_is_passed() {
 fn an_arrival_that_finds_the_queue_full_is_not_rejected_because_of_other_replicas() {
     let class = QueueClass { requests_max_per_rank: Some(1), ..QueueClass::named("only") };
     let queue = QueueConfig { threshold: Some(0.0), classes: vec![class], ..config().queue };
-    let mut fleet = SimulatedFleet::new(RouterConfig { queue, ..config() }, 1);
+    let mut fleet = SimulatedFleet::new(config_with(|c| c.queue = queue), 1);
     fleet.occupy(1_000, 0, 1);
     request(&mut fleet, 0);
     request(&mut fleet, 1);

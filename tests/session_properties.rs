@@ -3,7 +3,7 @@
 //!
 //! Messages pass through the codec and a queue ordered by arrival time, so that many seeds take little time.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use pointsman::internals::replica::{decode_sessions, encode_sessions};
@@ -12,7 +12,8 @@ use pointsman::{
     SessionId,
     internals::session::{BindingVersion, Sessions},
 };
-use pointsman_trial::workload::Rng;
+
+use crate::replica_properties::Network;
 
 /// A binding of one session, in the order of precedence.
 type Register = (BindingVersion, WorkerRank);
@@ -22,13 +23,8 @@ const INTERVAL_MS: u64 = 20;
 const PERIOD: Duration = Duration::from_secs(2);
 
 struct World {
-    draws: Rng,
     replicas: Vec<Sessions>,
-    /// Messages by arrival time in milliseconds and number, with their receivers.
-    under_way: BTreeMap<(u64, u64), (usize, Vec<u8>)>,
-    sent: u64,
-    /// Number of the first replica of the second side while the network is divided.
-    divided_at: Option<usize>,
+    network: Network<Vec<u8>>,
     /// Every binding that was ever written.
     written: BTreeSet<(u32, Register)>,
 }
@@ -55,10 +51,12 @@ fn registers(sessions: &Sessions, now: Timestamp) -> Vec<Option<Register>> {
 
 impl World {
     fn new(seed: u64) -> Self {
-        let mut draws = Rng::new(seed);
-        let replicas = (0..2 + draws.below(4) as usize).map(|writer| table(writer, 0)).collect();
-        let (under_way, written) = (BTreeMap::new(), BTreeSet::new());
-        Self { draws, replicas, under_way, sent: 0, divided_at: None, written }
+        let network = Network::new(seed);
+        Self {
+            replicas: (0..network.replicas).map(|writer| table(writer, 0)).collect(),
+            network,
+            written: BTreeSet::new(),
+        }
     }
 
     fn step(&mut self, now_ms: u64, is_quiet: bool) {
@@ -70,11 +68,10 @@ impl World {
             let registers = registers(&self.replicas[from], at(now_ms));
             self.written.extend((0..SESSIONS).zip(registers).filter_map(|(n, register)| Some((n, register?))));
             if !bindings.is_empty() {
-                self.send(from, &encode_sessions(&bindings), now_ms, is_quiet);
+                self.network.send(from, &encode_sessions(&bindings), now_ms, is_quiet);
             }
         }
-        while let Some(first) = self.under_way.first_entry().filter(|first| first.key().0 <= now_ms) {
-            let (to, bytes) = first.remove();
+        while let Some((to, bytes)) = self.network.arrived(now_ms) {
             for binding in decode_sessions(&bytes).expect("encoded bindings") {
                 self.replicas[to].receive(&binding, at(now_ms));
             }
@@ -83,34 +80,20 @@ impl World {
     }
 
     fn disturb(&mut self, now_ms: u64) {
-        let replica = self.draws.below(self.replicas.len() as u32) as usize;
-        match self.draws.below(100) {
+        let draws = &mut self.network.draws;
+        let replica = draws.below(self.replicas.len() as u32) as usize;
+        match draws.below(100) {
             // A restart, with a clock that may have been set back.
-            0 | 1 => self.replicas[replica] = table(replica, u64::from(self.draws.below(500))),
-            2 => self.divided_at = Some(1 + self.draws.below(self.replicas.len() as u32 - 1) as usize),
-            3 | 4 => self.divided_at = None,
+            0 | 1 => self.replicas[replica] = table(replica, u64::from(draws.below(500))),
+            2 => self.network.divide(),
+            3 | 4 => self.network.join(),
             _ => {
-                let rank = WorkerRank::new(WorkerId(self.draws.below(6).into()), 0);
-                let session = session(self.draws.below(SESSIONS));
+                let rank = WorkerRank::new(WorkerId(draws.below(6).into()), 0);
+                let session = session(draws.below(SESSIONS));
                 let known = self.replicas[replica].version_of(&session);
                 self.replicas[replica].bind(&session, rank, 0, at(now_ms));
                 let version = self.replicas[replica].version_of(&session);
                 assert!(version > known, "a new binding exceeds the known one");
-            }
-        }
-    }
-
-    /// Delivers to every reachable replica: 30 % lost, 20 % twice, up to 50 ms late.
-    fn send(&mut self, from: usize, bytes: &[u8], now_ms: u64, is_quiet: bool) {
-        for to in (0..self.replicas.len()).filter(|to| *to != from) {
-            let is_divided = !is_quiet && self.divided_at.is_some_and(|second| (from < second) != (to < second));
-            if is_divided || self.draws.below(100) < 30 {
-                continue;
-            }
-            for _ in 0..1 + u32::from(self.draws.below(100) < 20) {
-                self.sent += 1;
-                let arrival_ms = now_ms + u64::from(self.draws.below(51));
-                self.under_way.insert((arrival_ms, self.sent), (to, bytes.to_vec()));
             }
         }
     }
@@ -121,7 +104,7 @@ impl World {
 fn all_replicas_have_the_highest_binding_after_a_quiet_time() {
     for seed in 0..crate::replica_properties::seeds().div_ceil(5) {
         let mut world = World::new(seed);
-        let steps = 20 + u64::from(world.draws.below(120));
+        let steps = 20 + u64::from(world.network.draws.below(120));
         (0..steps).for_each(|step| world.step(step * INTERVAL_MS, false));
         let quiet_ms = |step: u64| steps * INTERVAL_MS + step * 200;
         let before: Vec<_> = world.replicas.iter().map(|sessions| registers(sessions, at(quiet_ms(0)))).collect();

@@ -92,18 +92,6 @@ mod tests {
 
     use super::*;
 
-    /// Worked example: ratios of 2, with steps of 1/4, 1/8 and 1/12 in the logarithm.
-    #[test]
-    fn steps_become_smaller() {
-        let mut bias = LearnedBias::default();
-        let logs = [(); 3].map(|()| {
-            bias.observe(1.0, 2.0);
-            bias.factor().ln()
-        });
-        let expected: [f64; 3] = [0.25, 0.375, 0.375 + 0.25 / 3.0];
-        assert!(logs.iter().zip(expected).all(|(log, expected)| (log - expected).abs() < 1e-12), "{logs:?}");
-    }
-
     #[test]
     fn outliers_and_unusable_times_do_not_move_the_factor_far() {
         let mut bias = LearnedBias::default();

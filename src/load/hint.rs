@@ -90,27 +90,3 @@ impl PrefillLoadHint {
         self.expected_duration
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn completely_cached_prompts_have_no_work() {
-        assert_eq!(PrefillLoadHint::new(100, 128, true, None), None);
-        assert_eq!(PrefillLoadHint::new(0, 0, true, None), None);
-        assert_eq!(
-            PrefillLoadHint::new(u32::MAX, 0, true, None).map(PrefillLoadHint::effective_tokens),
-            Some(u32::MAX)
-        );
-    }
-
-    #[test]
-    fn hints_round_trip_and_empty_hints_are_rejected() {
-        let hint = PrefillLoadHint::new(7, 2, true, Some(Duration::from_millis(3)));
-        let text = serde_json::to_string(&hint).expect("plain data");
-        assert_eq!(serde_json::from_str::<Option<PrefillLoadHint>>(&text).expect("own output"), hint);
-        let nothing = r#"{"effective_tokens":0,"expected_duration":null}"#;
-        assert!(serde_json::from_str::<PrefillLoadHint>(nothing).is_err());
-    }
-}

@@ -64,17 +64,3 @@ impl Default for PromptLimits {
         Self::of([], 1)
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn words_round_trip() {
-        for model_len in [None, Some(1), Some(u32::MAX)] {
-            let limits = PromptLimits { model_len, weight_tokens: 7 };
-            assert_eq!(PromptLimits::from_word(limits.to_word()), limits);
-        }
-        assert_eq!(PromptLimits::default().weight_tokens, PromptLimits::WEIGHT_TOKENS_UNKNOWN);
-    }
-}

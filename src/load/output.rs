@@ -87,24 +87,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn summary_matches_a_list_of_weights() {
-        let weight = |fraction| Weight::new(fraction).expect("in range");
-        let (mut output, mut list) = (OutputBlocks::default(), Vec::new());
-        for decay in [None, None, Some(weight(0.7)), None, Some(weight(0.1)), Some(Weight::ZERO), None] {
-            let seen = output;
-            output.push(decay);
-            list.push(Weight::ONE);
-            if let Some(decay) = decay {
-                list.fill(decay);
-            }
-            assert_eq!(output.block_count() as usize, list.len());
-            assert_eq!(output.weighted(), list.iter().map(|weight| weight.times(1)).sum::<u64>());
-            assert_eq!(output.reweighed_since(&seen), decay.is_some());
-            assert_eq!(decay.unwrap_or(seen.decay()), output.decay());
-        }
-    }
-
-    #[test]
     fn full_counter_saturates() {
         let mut output = OutputBlocks { blocks: u32::MAX, weighted: Weight::ONE.times(u32::MAX), ..Default::default() };
         output.push(None);

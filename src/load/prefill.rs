@@ -268,50 +268,6 @@ mod tests {
         Timestamp((seconds * SECOND as f64) as u64)
     }
 
-    /// Pushes all prefills at time 0.
-    fn queue(prefills: &[(u32, Option<f64>)]) -> (PrefillQueue, Vec<PrefillId>) {
-        let mut queue = PrefillQueue::default();
-        let ids = prefills.iter().map(|&(tokens, seconds)| {
-            let hint = PrefillLoadHint::new(tokens, 0, true, seconds.map(Duration::from_secs_f64));
-            queue.push(hint.expect("tokens"), at(0.0))
-        });
-        let ids = ids.collect();
-        (queue, ids)
-    }
-
-    fn assert_left(queue: &PrefillQueue, rows: &[(f64, u64)]) {
-        queue.check_invariants();
-        for &(seconds, left) in rows {
-            assert_eq!(queue.tokens(at(seconds)), left, "at {seconds} s");
-            let (low, high) = queue.curve().bounds(at(seconds));
-            assert!((low..=high).contains(&left), "{left} at {seconds} s is not within {low} and {high}");
-        }
-    }
-
-    #[test]
-    fn rounding_does_not_accumulate() {
-        let (mut queue, ids) = queue(&[(1000, Some(10.0)), (1, None)]);
-        for millisecond in 0..5000 {
-            queue.complete(PrefillId(u64::MAX), Timestamp(millisecond * 1_000_001));
-        }
-        assert_eq!(queue.tokens(at(5.0)), 501);
-        queue.complete(ids[0], at(5.0));
-        assert_left(&queue, &[(5.0, 1)]);
-    }
-
-    #[test]
-    fn prefill_behind_an_overdue_one_does_not_progress() {
-        let hint = |tokens| PrefillLoadHint::new(tokens, 0, true, Some(Duration::from_secs(1))).expect("tokens");
-        let mut queue = PrefillQueue::default();
-        for _ in 0..REPORTS_MIN {
-            let id = queue.push(hint(100), at(0.0));
-            queue.report(id, at(0.0));
-        }
-        queue.push(hint(100), at(0.0)); // due at 4 s
-        queue.push(hint(500), at(10.0));
-        assert_left(&queue, &[(10.0, 500), (20.0, 500)]);
-    }
-
     #[test]
     fn extreme_numbers_saturate() {
         let mut queue = PrefillQueue::default();

@@ -359,26 +359,6 @@ mod tests {
     }
 
     #[test]
-    fn edges_are_joined_after_branches_are_removed() {
-        let mut tree = PromptTree::new();
-        let long: Vec<u64> = (0..200).collect();
-        let (end, _) = insert(&mut tree, &long);
-        for cut in 1..200 {
-            let branch: Vec<u64> = (0..cut).chain([1000 + cut]).collect();
-            let (other, shared) = insert(&mut tree, &branch);
-            assert_eq!((shared, tree.edge_count()), (cut as u32, 3));
-            remove(&mut tree, other);
-            let (prefix, _) = insert(&mut tree, &long[..cut as usize]);
-            assert_eq!(tree.edge_count(), 2);
-            remove(&mut tree, prefix);
-            assert_eq!(tree.edge_count(), 1);
-        }
-        assert_eq!(tree.shared_blocks(&hashes(&long)), 200);
-        assert!(tree.nodes.len() <= 4, "the arena does not grow: {}", tree.nodes.len());
-        remove(&mut tree, end);
-    }
-
-    #[test]
     fn arrays_are_freed_with_their_last_edge() {
         let mut tree = PromptTree::new();
         let (first, second) = (hashes(&[1, 2, 3, 4]), hashes(&[1, 2, 3, 4, 5]));

@@ -445,16 +445,6 @@ mod tests {
     }
 
     #[test]
-    fn invalid_lengths_are_unknown() {
-        let cell = SpeedCell::default();
-        for unknown in [f64::NAN, f64::INFINITY, -1.0, 0.0] {
-            cell.publish_output(7.0);
-            cell.publish_output(unknown);
-            assert_eq!(cell.output_tokens(), None, "{unknown}");
-        }
-    }
-
-    #[test]
     fn outdated_speed_approaches_the_typical_one() {
         let (cell, typical) = (SpeedCell::default(), EngineSpeed::prior(64));
         let slow = EngineSpeed {

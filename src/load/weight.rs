@@ -110,18 +110,4 @@ mod tests {
         }
         assert_eq!(Weight::new(-0.0), Ok(Weight::ZERO));
     }
-
-    #[test]
-    fn sums_round_half_a_block_up_and_saturate() {
-        let half = Weight::new(0.5).expect("in range");
-        let mut sum = BlockSum::default();
-        for (blocks, rounded) in [(1, 1), (1, 1), (1, 2), (4, 4)] {
-            sum.add(half.times(blocks));
-            assert_eq!(sum.rounded(), rounded, "{sum:?}");
-        }
-        sum.sub(1);
-        assert_eq!(sum.rounded(), 3, "just below a half");
-        sum.add(Weight::ONE.times(u32::MAX));
-        assert_eq!(sum.rounded(), u32::MAX);
-    }
 }

@@ -262,23 +262,6 @@ mod tests {
     }
 
     #[test]
-    fn credit_never_makes_prefill_negative() {
-        let facts = CostFacts { overlap: held(500, 0, 0), potential_blocks: 3, ..CostFacts::default() };
-        assert_eq!(cost_of(|_| {}, facts), 3.0);
-    }
-
-    /// Facade test of the reference: two shared blocks beyond the device at a multiplier of 0.5 credit one block.
-    #[test]
-    fn shared_blocks_beyond_the_device_are_credited_by_the_multiplier() {
-        let facts = CostFacts { overlap: held(2, 0, 0), shared_cache_blocks: 2, ..CostFacts::default() };
-        let kv = KvConfig { shared_cache_multiplier: 0.5, ..KvConfig::default() };
-        let config = RouterConfig { block_size: Some(16), policy: PolicyConfig::Kv(kv), ..RouterConfig::default() };
-        let terms = config.kv_cost().terms(&CostFacts { prompt_tokens: 1024, ..facts });
-        assert_eq!(terms.credit_blocks, 3.0);
-        assert_eq!(terms.total(), 61.0);
-    }
-
-    #[test]
     fn decode_pools_subtract_credit_from_held_blocks() {
         let facts =
             CostFacts { overlap: held(10, 0, 0), potential_blocks: 64, active_requests: 2, ..CostFacts::default() };

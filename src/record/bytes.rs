@@ -165,26 +165,7 @@ pub(crate) fn put_words<const N: usize>(to: &mut Vec<u8>, words: &[u64; N]) {
 
 #[cfg(test)]
 mod tests {
-    use proptest::prelude::*;
-
     use super::*;
-
-    proptest! {
-        #[test]
-        fn numbers_round_trip(number: u64, signed: i64, words: [u64; 5], text: String) {
-            let mut bytes = Vec::new();
-            put_number(&mut bytes, number);
-            put_signed(&mut bytes, signed);
-            put_words(&mut bytes, &words);
-            put_text(&mut bytes, &text);
-            let mut reader = Reader::new(&bytes);
-            prop_assert_eq!(reader.number(), Some(number));
-            prop_assert_eq!(reader.signed(), Some(signed));
-            prop_assert_eq!(reader.words(), Some(words));
-            prop_assert_eq!(reader.text(), Some(text.as_str()));
-            prop_assert!(reader.is_empty());
-        }
-    }
 
     #[test]
     fn endless_numbers_and_missing_bytes_are_refused() {

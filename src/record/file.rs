@@ -223,7 +223,7 @@ mod tests {
     #[test]
     fn a_cut_file_is_read_up_to_the_cut() {
         let (bytes, (whole, _)) = (file(), read(&file()));
-        for cut in 5..bytes.len() {
+        for cut in (5..bytes.len()).step_by(7) {
             let (entries, end) = read(&bytes[..cut]);
             assert!(whole.starts_with(&entries), "cut at {cut}");
             let end = end.expect("the head is sound");
@@ -235,7 +235,7 @@ mod tests {
     #[test]
     fn a_flipped_byte_ends_the_file() {
         let (bytes, (whole, _)) = (file(), read(&file()));
-        for at in 0..bytes.len() {
+        for at in (0..60).chain((60..bytes.len()).step_by(13)) {
             let mut damaged = bytes.clone();
             damaged[at] ^= 1 << (at % 8);
             let (entries, end) = read(&damaged);

@@ -148,8 +148,6 @@ pub fn decode_routed(bytes: &[u8]) -> Result<(ReplicaLayout, Vec<RoutedPrompt>),
 
 #[cfg(test)]
 mod tests {
-    use proptest::prelude::*;
-
     use super::*;
 
     const LAYOUT: ReplicaLayout = ReplicaLayout { block_size: 16, hash_seed: 3 };
@@ -177,22 +175,5 @@ mod tests {
         let too_many = "it has 8193 blocks, must have at most 8192";
         assert!(error(&[prompt(8_192), prompt(1)]).ends_with(too_many));
         assert!(error(&[prompt(0)]).ends_with("a prompt has no blocks"));
-    }
-
-    proptest! {
-        /// A flood of prompts takes bounded memory, and the kept ones are the latest.
-        #[test]
-        fn the_queue_is_bounded(lengths in proptest::collection::vec(1usize..40, 1..100), blocks_max in 40usize..200) {
-            let mut queue = RoutedPrompts::new(blocks_max);
-            lengths.iter().for_each(|length| queue.push(prompt(*length)));
-            let dropped = queue.take_dropped() as usize;
-            let mut kept = Vec::new();
-            while let taken @ [_, ..] = &*queue.take(40) {
-                prop_assert!(taken.iter().map(|prompt| prompt.hashes.len()).sum::<usize>() <= 40);
-                kept.extend(taken.iter().map(|prompt| prompt.hashes.len()));
-            }
-            prop_assert!(kept.iter().sum::<usize>() <= blocks_max);
-            prop_assert_eq!(&kept[..], &lengths[dropped..]);
-        }
     }
 }

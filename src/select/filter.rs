@@ -339,22 +339,6 @@ mod tests {
         WorkerRank::new(WorkerId(worker), rank)
     }
 
-    fn traits(taints: &[&str]) -> RankTraits {
-        RankTraits { taints: taints.iter().map(|&taint| taint.to_owned()).collect(), ..RankTraits::default() }
-    }
-
-    #[test]
-    fn pins_without_rank_cover_the_worker_and_soft_pins_reject_nothing() {
-        let pin = Pin { worker: WorkerId(2), rank: None, mode: PinMode::Soft };
-        let soft = Constraints { pin: Some(pin), ..Constraints::default() };
-        assert_eq!(soft.refused_by(rank(1, 0), &traits(&[])), None);
-        assert!(soft.prefers(rank(2, 7)) && !soft.prefers(rank(1, 7)));
-        assert_eq!(soft.lane(), 0, "every rank is eligible");
-        let hard = Constraints { pin: Some(Pin { mode: PinMode::Hard, ..pin }), ..Constraints::default() };
-        assert_eq!(hard.refused_by(rank(2, 7), &traits(&[])), None);
-        assert!(hard.lane() != 0 && hard.lane() == hard.clone().lane());
-    }
-
     /// Requests that wait for different ranks must not share a lane or an eligibility result.
     #[test]
     fn excluded_ranks_make_a_lane_and_are_plain_data() {
@@ -370,23 +354,5 @@ mod tests {
         assert_eq!(serde_json::from_str::<Constraints>(written).expect("valid"), one);
         assert_eq!(serde_json::to_value(Filter::Excluded).expect("valid JSON"), "excluded");
         assert!(!Filter::Excluded.passes(), "waiting does not help");
-    }
-
-    /// Range of the reference: exp(-tanh(sum)), from 0.368 to 2.718.
-    #[test]
-    fn preferred_taints_scale_the_cost() {
-        let mut constraints = Constraints {
-            preferred_taints: [("near".to_owned(), 50.0), ("old".to_owned(), -50.0)].into(),
-            ..Constraints::default()
-        };
-        let close = |got: f64, want: f64| assert!((got - want).abs() < 5e-4, "{got} is not {want}");
-        close(constraints.cost_factor(&traits(&["near"])), 0.368);
-        close(constraints.cost_factor(&traits(&["old"])), std::f64::consts::E);
-        close(constraints.cost_factor(&traits(&["near", "old"])), 1.0);
-        close(constraints.cost_factor(&traits(&["other"])), 1.0);
-        constraints.pin = Some(Pin { worker: WorkerId(1), rank: None, mode: PinMode::Hard });
-        close(constraints.cost_factor(&traits(&["near"])), 1.0);
-        constraints.preferred_taints.insert("odd".to_owned(), f64::NAN);
-        assert!(constraints.validate().expect_err("refused").to_string().contains("\"odd\" is NaN"));
     }
 }

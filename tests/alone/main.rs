@@ -2,8 +2,6 @@
 //! and a tracing callsite caches the interest of the first thread that reaches it. Each test holds the lock of
 //! [`alone`].
 
-#[path = "../common/changing_cells.rs"]
-mod changing_cells;
 #[cfg(feature = "runtime")]
 #[path = "../common/mod.rs"]
 #[allow(dead_code, reason = "the other binary uses the rest")]

@@ -83,7 +83,7 @@ fn hostile_records_neither_panic_nor_exhaust_memory() {
         segments.extend(recorded.segments);
     }
     let drawn = (any::<Index>(), changes(), any::<bool>());
-    let mut runner = TestRunner::new(effort(512, "tests/alone/record_hostile.proptest-regressions"));
+    let mut runner = TestRunner::new(effort(192, "tests/alone/record_hostile.proptest-regressions"));
     let result = runner.run(&drawn, |(segment, changes, verifies)| {
         let entries = changed(&segments[segment.index(segments.len())], &changes);
         let region = Region::new(ALLOCATOR);

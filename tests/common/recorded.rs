@@ -5,29 +5,28 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use pointsman::RouterConfig;
-use pointsman::SessionId;
 use pointsman::config::{PrefillModel, RouterConfigOverride, SessionAffinity};
 use pointsman::internals::config::{
     LoadConfig, OverloadConfig, QueueConfig, SessionConfig, ShadowConfig, SlowStartConfig,
 };
+use pointsman::internals::engine_load::EngineLoad;
 use pointsman::internals::health::Exclusions;
-use pointsman::internals::load::{BoardLoad, PeerLoad, PromptBlocks, RankLoad};
+use pointsman::internals::load::{
+    ActiveSequences, BoardLoad, EngineSpeed, PeerLoad, PrefillLoadHint, PromptBlocks, RankLoad,
+};
 use pointsman::internals::protocol::{BookingId, Generation, SequenceHash, Slot};
 use pointsman::internals::select::{RankOverlap, SharedHits, TierOverlap};
 use pointsman::policy::{KvConfig, LatencyConfig, Policy, PolicyConfig};
 use pointsman::protocol::{Timestamp, WorkerId, WorkerRank};
 use pointsman::test_support::mix;
-use pointsman::{Constraints, Pin, PinMode, RankConditions, RankTraits};
 use pointsman::{
-    Replay, ReplayedDecision,
+    Constraints, EngineReading, Pin, PinMode, RankConditions, RankTraits, Replay, ReplayedDecision, RouterConfig,
+    SessionId,
     internals::schedule::{
         Admission, Effect, Extensions, Input, LiveLoads, LoadAnswer, LoadQuery, Purpose, RankCells, Recorder, Request,
         ResolvedOptions, ResolvedTargets, Schedule, Target, Waits,
     },
 };
-
-use crate::changing_cells;
 
 const RANKS: u32 = 9;
 const STEP: Duration = Duration::from_millis(20);
@@ -117,11 +116,32 @@ fn request(n: u64, now: Timestamp) -> Request<u64> {
     }
 }
 
+/// Boards of a rank with 0 to 7 requests and their prefills.
+fn boards() -> Vec<BoardLoad> {
+    let mut active = ActiveSequences::new(true);
+    (0..8)
+        .map(|n| {
+            let load = BoardLoad::of(&active, 0, n, Timestamp(1));
+            let hint = PrefillLoadHint::new(800, 100, true, Some(Duration::from_millis(40)));
+            active.book(BookingId(u64::from(n)), prompt(u64::from(n)), hint, Timestamp(1)).expect("booked once");
+            load
+        })
+        .collect()
+}
+
 /// Publishes the `n`th state of every cell.
 fn publish(cells: &[RankCells], boards: &[BoardLoad], n: u64, now: Timestamp) {
-    changing_cells::publish(cells, boards, n, now, false);
-    for (cells, value) in cells.iter().zip(changing_cells::values(n)) {
+    for (cells, value) in cells.iter().zip((0u64..).map(|rank| mix(n << 8 | rank))) {
+        let load = boards[(value % 8) as usize];
+        let incarnation = u32::from(value.is_multiple_of(97));
+        cells.board.publish(&BoardLoad { incarnation, applied: (value >> 8) as u32 % 64, ..load });
+        let rate = 5e3 + (value % 1_000) as f64 * 30.0;
+        cells.speed.publish(&EngineSpeed { work_tokens_per_second: rate, ..EngineSpeed::prior(16) }, now);
         cells.speed.publish_bias(0, 0.5 + (value % 100) as f64 / 50.0, now);
+        cells.speed.publish_output((value % 500) as f64);
+        cells.holdings.publish((value % 9_000) as usize, now);
+        let reading = EngineReading { waiting: Some((value % 12) as u32), ..EngineReading::default() };
+        cells.engine_load.publish(&EngineLoad { reading, at: now });
         let requests = (value % 3) as u32;
         cells.peers.publish(&PeerLoad { requests, active_blocks: requests * 7, at: now, ..PeerLoad::default() });
     }
@@ -150,7 +170,7 @@ impl Recorded {
             schedule,
             live: LiveLoads::default(),
             cells: (0..RANKS).map(|_| RankCells::default()).collect(),
-            loads: changing_cells::boards(prompt),
+            loads: boards(),
             recorder: Recorder::new(settings.into(), |_| "request"),
             effects: VecDeque::new(),
             open: VecDeque::new(),

@@ -6,18 +6,16 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
-use pointsman::PrefillFacts;
 use pointsman::config::{RouterConfigOverride, SessionAffinity};
 use pointsman::internals::load::PrefillEstimator;
 use pointsman::internals::protocol::{BookingId, Generation};
 use pointsman::protocol::{Timestamp, WorkerId, WorkerRank};
 use pointsman::test_support::{RequestOutcome, SampleRequest, SimulatedFleet, SimulatedRank, mix, rank};
-use pointsman::{Constraints, Filter, Pin, PinMode, RankTraits, internals::select::SharedHits};
 use pointsman::{
-    Decision, Rejection,
+    Constraints, Decision, Filter, LimitKind, Pin, PinMode, PrefillFacts, RankTraits, Rejection, SessionId,
     internals::schedule::{Extensions, Input, LoadQuery, Purpose, ResolvedOptions, Target},
+    internals::select::SharedHits,
 };
-use pointsman::{LimitKind, SessionId};
 
 use crate::fleet::BLOCK_SIZE;
 use crate::world_config::some_config;

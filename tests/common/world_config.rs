@@ -3,8 +3,7 @@
 use pointsman::RouterConfig;
 use pointsman::config::{QueueClass, QueueOrder, SessionAffinity};
 use pointsman::internals::config::{LoadConfig, OverloadConfig, QueueConfig, SessionConfig, SlowStartConfig};
-use pointsman::policy::Policy;
-use pointsman::policy::{KvConfig, PolicyConfig};
+use pointsman::policy::{KvConfig, Policy, PolicyConfig};
 
 use crate::fleet::config;
 use crate::world::{CLASSES, Dice};

@@ -23,24 +23,6 @@ fn load(requests: u32, read_blocks: u32) -> RankLoad {
     RankLoad { requests, active_blocks: read_blocks, read_blocks, prefill_tokens: 0 }
 }
 
-#[test]
-fn prefills_count_once_from_the_previous_completion() {
-    let mut meter = meter();
-    for n in 0..40 {
-        meter.booked(BookingId(n), hint(5_000), Timestamp(0));
-    }
-    for n in 0..40 {
-        for _ in 0..3 {
-            meter.reported(BookingId(n), true, 0, Timestamp((n + 1) * SECOND));
-            meter.check_invariants();
-        }
-    }
-    assert_eq!((meter.rate().samples(), meter.under_way()), (40, 0));
-    let rate = meter.rate().tokens_per_second();
-    let work = 5_000.0 * (1.0 + 2_500.0 / ATTENTION_TOKENS);
-    assert!((rate / work - 1.0).abs() < 0.05, "{rate}: a second each, though all were booked at once");
-}
-
 /// 1,000 tokens take 40 ms of prefill and a decode step of 100 ms.
 #[test]
 fn decode_steps_beside_prefills_are_not_prefill_time() {
@@ -56,73 +38,6 @@ fn decode_steps_beside_prefills_are_not_prefill_time() {
     let rate = meter.rate().tokens_per_second();
     let expected = 1_000.0 * (1.0 + 500.0 / ATTENTION_TOKENS) / 0.04;
     assert!((rate / expected - 1.0).abs() < 0.05, "{rate} instead of {expected}");
-}
-
-#[test]
-fn bookings_ended_during_prefill_are_ignored() {
-    let mut meter = meter();
-    meter.booked(BookingId(1), hint(5_000), Timestamp(0));
-    meter.booked(BookingId(2), None, Timestamp(0));
-    meter.ended(BookingId(1), Timestamp(0));
-    meter.reported(BookingId(1), true, 3, Timestamp(SECOND));
-    meter.reported(BookingId(2), true, 0, Timestamp(SECOND));
-    assert_eq!((meter.rate().samples(), meter.step().samples(), meter.under_way()), (0, 0, 0));
-    assert_eq!((meter.cell.work_tokens_per_second(), meter.cell.output_tokens()), (None, None));
-}
-
-/// Predicted 1 s to the first token and 10 ms a token; observed 2 s and 5 ms.
-#[test]
-fn bias_is_learned_from_first_tokens_and_paces() {
-    let mut meter = meter();
-    for n in 0..40 {
-        let booked = Timestamp(n * 10 * SECOND);
-        meter.booked(BookingId(n), hint(5_000), booked);
-        meter.predicted(BookingId(n), [Some(1.0), Some(0.010)]);
-        for _ in 0..3 {
-            meter.reported(BookingId(n), true, 0, booked + Duration::from_secs(2));
-        }
-        for _ in 0..3 {
-            meter.paced(BookingId(n), Duration::from_millis(5), booked + Duration::from_secs(3));
-        }
-        meter.ended(BookingId(n), booked + Duration::from_secs(3));
-    }
-    let now = Timestamp(393 * SECOND);
-    assert_eq!(meter.bias().map(|bias| bias.samples()), [40, 40], "once per booking");
-    let bias = meter.cell.bias_at(now);
-    assert!((bias.ttft - 2.0).abs() < 1e-3 && (bias.itl - 0.5).abs() < 1e-3, "{bias:?}");
-    let successor = SpeedMeter::new(Arc::clone(&meter.cell), 64);
-    assert!((successor.bias()[0].factor() - 2.0).abs() < 1e-3, "kept over restarts");
-    // Output before a report of the first token gives no time to it.
-    meter.booked(BookingId(99), hint(5_000), now);
-    meter.predicted(BookingId(99), [Some(1.0), None]);
-    meter.reported(BookingId(99), false, 1, now);
-    meter.reported(BookingId(99), true, 1, now + Duration::from_secs(9));
-    meter.paced(BookingId(7), Duration::from_secs(1), now);
-    assert_eq!(meter.bias().map(|bias| bias.samples()), [40, 40]);
-}
-
-/// One request with block `n` at `n` seconds, beside a prefill during the given range.
-fn with_a_prefill_between(prefill: std::ops::Range<f64>) -> SpeedMeter {
-    let at = |seconds: f64| Timestamp((seconds * SECOND as f64) as u64);
-    let mut meter = meter();
-    meter.booked(BookingId(1), None, at(0.0));
-    meter.load_is(load(1, 10), at(0.0));
-    meter.reported(BookingId(1), true, 1, at(1.0));
-    meter.booked(BookingId(2), hint(100), at(1.0 + prefill.start));
-    meter.reported(BookingId(2), true, 0, at(1.0 + prefill.end));
-    meter.reported(BookingId(1), true, 2, at(2.0));
-    meter.check_invariants();
-    meter
-}
-
-#[test]
-fn prefill_time_is_excluded_from_steps() {
-    let learned = with_a_prefill_between(0.2..0.6);
-    let mut expected = LearnedStep::new(64);
-    expected.observe(&StepSample { steps: 62.5, seconds: 0.6, requests: 1.0, blocks: 10.0 });
-    let (learned, expected) = (learned.speed().step(1.0, 10.0), expected.on(EngineSpeed::prior(64)).step(1.0, 10.0));
-    assert!((learned / expected - 1.0).abs() < 1e-9, "{learned} {expected}");
-    assert_eq!(with_a_prefill_between(0.2..0.8).step().samples(), 0, "more than half of the time");
 }
 
 /// A stream beside responses that are not streamed and last far longer than their prefills: steps are learned in the
@@ -144,37 +59,6 @@ fn steps_are_learned_beside_unstreamed_responses() {
     assert!((step / 0.010 - 1.0).abs() < 0.05, "{step}");
     meter.ended(BookingId(2), at(60.0));
     assert_eq!(meter.watched(), 1);
-}
-
-#[test]
-fn simultaneous_reports_are_merged() {
-    let mut twice = meter();
-    twice.booked(BookingId(1), None, Timestamp(0));
-    twice.load_is(load(1, 10), Timestamp(0));
-    let mut once = SpeedMeter::new(Arc::default(), 64);
-    once.booked(BookingId(1), None, Timestamp(0));
-    once.load_is(load(1, 10), Timestamp(0));
-    for meter in [&mut twice, &mut once] {
-        meter.reported(BookingId(1), true, 0, Timestamp(0));
-        meter.reported(BookingId(1), true, 2, Timestamp(SECOND));
-    }
-    twice.reported(BookingId(1), true, 3, Timestamp(SECOND));
-    twice.reported(BookingId(1), true, 2, Timestamp(2 * SECOND)); // late: output in the lease never decreases
-    for meter in [&mut twice, &mut once] {
-        meter.reported(BookingId(1), true, 4, Timestamp(3 * SECOND));
-        assert_eq!(meter.step().samples(), 2);
-    }
-    assert_eq!(twice.step(), once.step());
-}
-
-#[test]
-fn output_without_a_first_token_ends_the_prefill_without_a_sample() {
-    let mut meter = meter();
-    meter.booked(BookingId(1), hint(5_000), Timestamp(0));
-    meter.reported(BookingId(1), false, 1, Timestamp(SECOND));
-    assert_eq!((meter.under_way(), meter.rate().samples()), (0, 0));
-    meter.reported(BookingId(1), false, 2, Timestamp(2 * SECOND));
-    assert_eq!(meter.step().samples(), 1);
 }
 
 #[test]
@@ -202,15 +86,6 @@ fn successor_starts_with_the_published_speed() {
     successor.reported(BookingId(1), true, 0, Timestamp(1));
     successor.ended(BookingId(1), Timestamp(1));
     assert!(cell.output_tokens().is_some_and(|tokens| (490.0..500.0).contains(&tokens)));
-}
-
-#[test]
-fn output_weight_halves_in_64_requests() {
-    let half = (1.0 - MeanOutput::SHARE_MIN).powi(64);
-    assert!((half - 0.5).abs() < 1e-4, "{half}");
-    let mut output = MeanOutput::from_known(None);
-    let means: Vec<f64> = [10.0, 20.0, 60.0].into_iter().map(|tokens| output.observe(tokens)).collect();
-    assert_eq!(means, [10.0, 15.0, 30.0]);
 }
 
 proptest! {
@@ -452,25 +327,4 @@ fn blocks_of_one_chunk_are_one_report() {
     }
     let learned = meter.speed().step(1.0, 0.0) / prior.step(1.0, 0.0);
     assert!((0.9..1.1).contains(&learned), "{learned} of what it takes");
-}
-
-#[test]
-fn values_without_samples_are_not_published() {
-    let cell = Arc::new(SpeedCell::default());
-    let mut meter = SpeedMeter::new(Arc::clone(&cell), 64);
-    meter.booked(BookingId(1), PrefillLoadHint::new(8_000, 0, true, None), Timestamp(0));
-    meter.reported(BookingId(1), true, 0, Timestamp(1_000_000_000));
-    meter.ended(BookingId(1), Timestamp(2_000_000_000));
-    let elsewhere = EngineSpeed { step_seconds: 0.025, ..EngineSpeed::prior(64) };
-    assert!(cell.work_tokens_per_second().is_some());
-    assert_eq!(cell.speed_or(elsewhere).step_seconds, 0.025, "the step time is unpublished");
-    assert_eq!(cell.output_tokens(), None, "no output was reported");
-}
-
-#[test]
-fn mean_output_follows_a_change() {
-    let mut output = MeanOutput::from_known(None);
-    (0..1_000).for_each(|_| assert_eq!(output.observe(100.0), 100.0));
-    let mean = (0..5 * 64).map(|_| output.observe(1_000.0)).last().expect("five half-lives");
-    assert!((960.0..980.0).contains(&mean), "{mean}");
 }

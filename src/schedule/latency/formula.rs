@@ -479,22 +479,6 @@ mod tests {
         assert_eq!((terms.stall_seconds, terms.eviction_seconds), (0.0, 0.0));
     }
 
-    /// First workload of Dynamo's benchmark: 7,000 tokens, half of them one of ten prefixes. An idle rank without the
-    /// prefix is eventually chosen over a warm rank with one request.
-    #[test]
-    fn a_common_prefix_is_copied_to_an_idle_rank() {
-        let cold = LatencyFacts { prompt_tokens: 7_000, ..facts() };
-        let warm = LatencyFacts { cached_tokens: 3_500, requests: 1, read_blocks: 110, ..cold };
-        let prices = WorkPrices { later: 0.5, queue_seconds_max: 10.0, mean: 4.0, decode: 2.0 };
-        let of = |common_tokens| LatencyCost { common_tokens, output_tokens: 100.0, prices, ..COST };
-        assert!(of(0).cost(&cold) > of(0).cost(&warm), "a session's own prefix is followed");
-        assert!(of(3_500).cost(&cold) < of(3_500).cost(&warm), "a common one is copied");
-        let copied = of(3_500).terms(&cold);
-        let [prefix, all] =
-            [3_500.0 * (1.0 + 1_750.0 / 33_000.0), 7_000.0 * (1.0 + 3_500.0 / 33_000.0)].map(|work| work / 25_000.0);
-        close(copied.replication_seconds, (2.0 + 0.5 * (all + all - prefix) / 2.0) * prefix);
-    }
-
     /// A burst of requests for a document of 40,000 tokens, cached on one rank. Without the limit of the queue, the prefill
     /// of a copy costs more than 100 requests on that rank.
     #[test]
@@ -520,23 +504,6 @@ mod tests {
         let unlimited = WorkPrices { queue_seconds_max: f64::INFINITY, ..burst.prices };
         let unlimited = LatencyCost { prices: unlimited, ..burst };
         assert!(unlimited.cost(&warm(100)) < unlimited.cost(&cold));
-    }
-
-    /// A rank of half the speed is chosen only if the fast one is busy enough.
-    #[test]
-    fn slow_ranks_receive_the_excess_of_fast_ones() {
-        let prior = facts().speed;
-        let slow = EngineSpeed {
-            work_tokens_per_second: prior.work_tokens_per_second / 2.0,
-            step_seconds: prior.step_seconds * 2.0,
-            ..prior
-        };
-        let slow = COST.cost(&LatencyFacts { speed: slow, ..facts() });
-        let fast = |requests: u32| {
-            let read_blocks = u64::from(requests) * 100;
-            COST.cost(&LatencyFacts { requests, read_blocks, wait_seconds: f64::from(requests) * 0.02, ..facts() })
-        };
-        assert!(fast(0) < slow && fast(1) < slow && slow < fast(8), "{slow}: {} {}", fast(1), fast(8));
     }
 
     /// 100 arrivals of 0.09 s each fill a second nine times: a tenth of them is a utilization of 0.9.
