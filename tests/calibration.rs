@@ -3,11 +3,10 @@
 use std::time::Duration;
 
 use metrics_util::debugging::{DebugValue, DebuggingRecorder};
-use pointsman::RouterConfig;
 use pointsman::policy::Policy;
 use pointsman::protocol::{WorkerId, WorkerRank};
 use pointsman::test_support::rank;
-use pointsman::{Constraints, Placement, Prompt, RequestOptions, RouteRequest, Router};
+use pointsman::{Constraints, Placement, Prompt, RequestOptions, RouteRequest, Router, RouterConfig};
 
 use crate::common::counters::Counters;
 use crate::common::{config, router};

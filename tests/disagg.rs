@@ -1,14 +1,15 @@
 //! A request on two pools: bookings per pool, cleanup after a failure of one side, and conditions for skipping the
 //! prefill pool.
 
-use pointsman::Rejection;
 use pointsman::error::RouteError;
 use pointsman::internals::DisaggPlacement;
 use pointsman::internals::disagg::{DisaggError, Side, SkipReason};
 use pointsman::protocol::{KvTransferEnforcement, WorkerConfig, WorkerId};
 use pointsman::test_support::rank;
-use pointsman::{AddRequest, Disaggregated, Placement, Prompt, RequestOptions, RouteRequest, Router, RouterConfig};
-use pointsman::{DisaggConfig, SkipPolicy, WhyLocal};
+use pointsman::{
+    AddRequest, DisaggConfig, Disaggregated, Placement, Prompt, Rejection, RequestOptions, RouteRequest, Router,
+    RouterConfig, SkipPolicy, WhyLocal,
+};
 
 use crate::common::{assert_at_rest, config, loads, router, stored, tokens};
 
@@ -27,13 +28,6 @@ fn enabled(policy: SkipPolicy) -> DisaggConfig {
 
 async fn route(pools: &Disaggregated, id: &str, prompt: &[u32]) -> Result<DisaggPlacement, DisaggError> {
     pools.route(RouteRequest::new(id, Prompt::Tokens(prompt))).await
-}
-
-async fn limit(router: &Router, worker: u64, max_num_batched_tokens: u32, total_kv_blocks: u32) {
-    let known = router.workers().iter().find(|known| known.worker == WorkerId(worker)).expect("present").clone();
-    let (max_num_batched_tokens, total_kv_blocks) = (Some(max_num_batched_tokens), Some(total_kv_blocks));
-    let limited = WorkerConfig { max_num_batched_tokens, total_kv_blocks, ..known.config };
-    router.upsert_worker(WorkerId(worker), limited).await.expect("valid");
 }
 
 #[tokio::test]
@@ -80,39 +74,6 @@ async fn mostly_cached_prompts_stay_on_the_decode_rank() {
     assert_at_rest(pools.prefill()).await;
     let fresh = route(&pools, "b", &tokens(2, 20)).await.expect("placed");
     assert!(fresh.prefill().is_some(), "no cached block: {:?}", fresh.why_local());
-}
-
-#[tokio::test]
-async fn nearly_full_decode_ranks_run_no_prefill() {
-    let config = DisaggConfig { decode_busy_frac: Some(0.5), ..enabled(SkipPolicy::IslBounding) };
-    let pools = pools(1, 1, config).await;
-    limit(pools.decode(), 0, 8_192, 60).await;
-    let prompt = tokens(1, 20);
-    pools.decode().apply_events(vec![stored(rank(0), &prompt)]).await.expect("up");
-    let first = route(&pools, "a", &prompt).await.expect("placed");
-    assert!(first.why_local().is_some(), "20 of 60 blocks");
-    let second = route(&pools, "b", &prompt).await.expect("placed");
-    assert!(second.prefill().is_some(), "40 of 60 blocks, its own included: {:?}", second.why_local());
-}
-
-#[tokio::test]
-async fn busy_prefill_ranks_are_skipped() {
-    for policy in [SkipPolicy::PrefillLoad, SkipPolicy::IslOrLoad] {
-        let pools = pools(1, 1, enabled(policy)).await;
-        limit(pools.prefill(), 0, 200, 1_000).await;
-        let prompts = [1, 2, 3].map(|seed| tokens(seed, 20));
-        let first = route(&pools, "a", &prompts[0]).await.expect("placed");
-        assert!(first.prefill().is_some(), "nothing to compute yet: {:?}", first.why_local());
-        let mut second = route(&pools, "b", &prompts[1]).await.expect("placed");
-        assert!(second.prefill().is_some(), "80 tokens of 200: {:?}", second.why_local());
-        let third = route(&pools, "c", &prompts[2]).await.expect("placed");
-        let busy = SkipReason::PrefillBusy { active_tokens: 160, active_tokens_max: 100.0 };
-        assert_eq!(third.why_local(), Some(&WhyLocal::Skipped(busy)));
-        assert_eq!(pools.prefill().health().leases, 2, "queries book nothing");
-        second.prefill_completed();
-        let fourth = route(&pools, "d", &prompts[2]).await.expect("placed");
-        assert!(fourth.prefill().is_some(), "80 tokens again: {:?}", fourth.why_local());
-    }
 }
 
 #[tokio::test]

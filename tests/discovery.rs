@@ -2,19 +2,17 @@
 //!
 //! The tests wait for conditions, never for a time. If a period must elapse, the clock is paused.
 
-use pointsman::internals::config::{DiscoveryConfig, SupervisionConfig};
+use pointsman::internals::config::DiscoveryConfig;
 use std::collections::BTreeMap;
 use std::future::pending;
 use std::time::Duration;
 
 use pointsman::protocol::{WorkerConfig, WorkerId, WorkerMap};
-use pointsman::{
-    DiscoveryError, DiscoverySource, DiscoveryStatus, Fault, Prompt, RouteRequest, Router, RouterConfig, StaticList,
-};
+use pointsman::{DiscoveryError, DiscoverySource, DiscoveryStatus, Router, RouterConfig, StaticList};
 use tokio::sync::{mpsc, watch};
 
 use crate::common::counters::Counters;
-use crate::common::{assert_at_rest, config, suppress_fault_reports, tokens};
+use crate::common::{config, config_with, suppress_fault_reports};
 
 fn set(workers: &[(u64, &str)]) -> WorkerMap {
     workers.iter().map(|(id, endpoint)| (WorkerId(*id), WorkerConfig::at(*endpoint))).collect()
@@ -72,38 +70,14 @@ async fn start(config: RouterConfig, source: impl DiscoverySource) -> Router {
     Router::builder(config).discovery(source).start().await.expect("start succeeds")
 }
 
-#[tokio::test]
-async fn removed_workers_are_never_chosen() {
-    let (source, seen) = watch::channel(set(&[(1, "a"), (2, "a")]));
-    let router = start(RouterConfig { min_initial_workers: 2, ..config() }, seen).await;
-    let prompt = tokens(1, 4);
-    let mut held = Vec::new();
-    for n in 0..20 {
-        let id = format!("before-{n}");
-        held.push(router.route(RouteRequest::new(&id, Prompt::Tokens(&prompt))).await.expect("placed"));
-    }
-    assert!(held.iter().any(|placement| placement.rank().worker == WorkerId(1)));
-    source.send_replace(set(&[(2, "a")]));
-    runs(&router, &[(2, "a")]).await;
-    until(&router, |statuses| statuses[0].leaving.is_empty()).await;
-    for n in 0..100 {
-        let id = format!("after-{n}");
-        let placement = router.route(RouteRequest::new(&id, Prompt::Tokens(&prompt))).await.expect("placed");
-        assert_eq!(placement.rank().worker, WorkerId(2));
-    }
-    drop(held);
-    assert_at_rest(&router).await;
-}
-
 #[tokio::test(start_paused = true)]
 async fn missed_changes_are_applied_at_the_next_pass() {
     let (source, seen) = watch::channel(set(&[(1, "a")]));
     let router = start(
-        RouterConfig {
-            min_initial_workers: 1,
-            discovery: DiscoveryConfig { interval_ms: 7_000, ..DiscoveryConfig::default() },
-            ..config()
-        },
+        config_with(|c| {
+            c.min_initial_workers = 1;
+            c.discovery = DiscoveryConfig { interval_ms: 7_000, ..DiscoveryConfig::default() };
+        }),
         seen,
     )
     .await;
@@ -151,7 +125,7 @@ async fn until_slowly(router: &Router, so: impl Fn(&[DiscoveryStatus]) -> bool) 
 #[tokio::test]
 async fn worker_lists_close_after_they_are_applied() {
     let list = StaticList::new([(Some(WorkerId(7)), WorkerConfig::at("a")), (None, WorkerConfig::at("b"))]);
-    let config = RouterConfig { min_initial_workers: 2, ..config() };
+    let config = config_with(|c| c.min_initial_workers = 2);
     let router = start(config, list.expect("ids differ")).await;
     assert_eq!(running(&router).into_keys().collect::<Vec<_>>(), [7, WorkerId::derived("b").0]);
     until(&router, |statuses| statuses[0].closed).await;
@@ -191,46 +165,6 @@ async fn sources_end_with_the_router() {
     let router = start(config(), Silent(held)).await;
     drop(router);
     assert_eq!(gone.recv().await, None, "the source has been dropped");
-}
-
-/// Each actor is killed twenty times while the set changes: no change is lost.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_restarted_discovery_actor_loses_nothing() {
-    suppress_fault_reports();
-    let (said_by_channel, seen) = watch::channel(set(&[(1, "a")]));
-    let (say, source) = told();
-    let builder = Router::builder(config()).discovery(seen).discovery(source);
-    let router = builder.start().await.expect("start succeeds");
-    for round in 1..=20_u64 {
-        let before = router.health().restarts;
-        assert!(router.inject(Fault::Discovery(0)) && router.inject(Fault::Discovery(1)));
-        say.send(Say::Set(set(&[(100 + round, "b")]))).expect("the receiver is open");
-        said_by_channel.send_replace(set(&[(round, "a")]));
-        runs(&router, &[(round, "a"), (100 + round, "b")]).await;
-        until(&router, |_| router.health().restarts == before + 2).await;
-    }
-    assert!(!router.inject(Fault::Discovery(2)), "no third change");
-}
-
-#[tokio::test]
-async fn repeated_discovery_deaths_fail_the_router() {
-    suppress_fault_reports();
-    let (_source, seen) = watch::channel(set(&[(1, "a")]));
-    let router = start(
-        RouterConfig {
-            min_initial_workers: 1,
-            supervision: SupervisionConfig { restarts_max: 2, ..config().supervision },
-            ..config()
-        },
-        seen,
-    )
-    .await;
-    crate::common::until("failure of the router", async || {
-        router.inject(Fault::Discovery(0));
-        router.health().state.is_err()
-    })
-    .await;
-    assert_eq!(router.health().restarts, 2);
 }
 
 #[cfg(feature = "discovery")]
@@ -380,7 +314,7 @@ mod found {
         let path = directory
             .replace("workers.json", &format!(r#"{{ "workers": [{entry}, {{ "id": 6, "url": "http://plain" }}] }}"#));
         let source = WatchedFile::new(path, options()).expect("a name").every(SOON);
-        let router = start(RouterConfig { min_initial_workers: 2, ..config() }, source).await;
+        let router = start(config_with(|c| c.min_initial_workers = 2), source).await;
         let config = router.workers()[0].config.clone();
         assert_eq!((config.data_parallel_size, config.total_kv_blocks), (2, Some(100)));
         assert_eq!(config.kv_events.map(|kv_events| kv_events.endpoint).as_deref(), Some("tcp://127.0.0.1:9"));
@@ -392,7 +326,7 @@ mod found {
         let given = WorkerConfig { load: Some(LoadSource::Socket("tcp://*:9".to_owned())), ..WorkerConfig::at("") };
         let source = DnsNames::new(["127.0.0.1:8000", "https://[::1]:8000"]).expect("names").given(&given).every(SOON);
         assert_eq!(DiscoverySource::name(&source), "dns:127.0.0.1:8000,https://[::1]:8000");
-        let router = start(RouterConfig { min_initial_workers: 2, ..config() }, source).await;
+        let router = start(config_with(|c| c.min_initial_workers = 2), source).await;
         let four = config_of(&router, "http://127.0.0.1:8000").expect("there");
         assert_eq!(four.load, Some(LoadSource::Socket("tcp://127.0.0.1:9".to_owned())));
         let six = config_of(&router, "https://[::1]:8000").expect("there");

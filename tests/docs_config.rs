@@ -4,14 +4,12 @@
 //! prints the required table row.
 
 use std::collections::BTreeSet;
-use std::fmt;
-use std::fs;
 use std::path::Path;
+use std::{fmt, fs};
 
 use pointsman::RouterConfig;
 use pointsman::config::{QueueClass, UncachedBucket};
-use pointsman::policy::Policy;
-use pointsman::policy::PolicyConfig;
+use pointsman::policy::{Policy, PolicyConfig};
 use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};
 use serde_json::{Value, json};
 

@@ -1,6 +1,5 @@
 //! Response bodies with a placement, and the layer that places requests: the booking ends in every case.
 
-use pointsman::internals::config::{HealthConfig, QueueConfig};
 use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::future::{pending, poll_fn};
@@ -17,15 +16,14 @@ use http_body::{Body, Frame, SizeHint};
 use http_body_util::{BodyExt as _, Empty, Full};
 use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::test_support::rank;
-use pointsman::{AnswerKind, Constraints, Outcome, Usage};
 use pointsman::{
-    PlaceError, PlacedBody, PlacedTarget, Placement, PlacementLayer, Prompt, RequestOptions, RouteRequest, Router,
-    RouterConfig,
+    AnswerKind, Constraints, Outcome, PlaceError, PlacedBody, PlacedTarget, Placement, PlacementLayer, Prompt,
+    RequestOptions, RouteRequest, Router, Usage,
 };
 use tower::{Layer as _, Service as _, ServiceExt as _, service_fn};
 
 use crate::common::counters::Counters;
-use crate::common::{assert_at_rest, config, loads, router, tokens};
+use crate::common::{assert_at_rest, config, config_with, loads, router, tokens};
 
 type Step = Result<Frame<Bytes>, io::Error>;
 
@@ -127,9 +125,7 @@ async fn output_weight_decays_towards_the_expected_end() {
 #[tokio::test]
 async fn bookings_end_wherever_a_body_stops() {
     const FRAMES: usize = 12;
-    let router =
-        router(RouterConfig { health: HealthConfig { outcome_failures_max: 0, ..config().health }, ..config() }, 2)
-            .await;
+    let router = router(config_with(|c| c.health.outcome_failures_max = 0), 2).await;
     for stop in 0..=FRAMES {
         for knows_its_end in [false, true] {
             // Dropped after this many frames.
@@ -207,21 +203,6 @@ async fn body_outcomes_are_reported_for_the_rank() {
     let refused = after(usize::MAX, StatusCode::SERVICE_UNAVAILABLE, || vec![token(1)]).await;
     assert_eq!(refused, 2, "concurrent refusals are one back-off, not an ejection");
     assert_eq!(after(usize::MAX, StatusCode::BAD_GATEWAY, Vec::new).await, 1);
-}
-
-#[tokio::test]
-async fn a_chunk_with_only_a_role_does_not_complete_the_prefill() {
-    let router = router(config(), 1).await;
-    let role = "data: {\"choices\":[{\"delta\":{\"role\":\"assistant\",\"content\":\"\"}}]}\n\n";
-    let steps = [Ok(Frame::data(role.into())), token(1), token(2)];
-    let mut body = pin!(place(&router, "a").await.wrap_body(Scripted::new(steps, false), AnswerKind::Events));
-    let prefill = async || loads(&router).await[0].2;
-    let before = prefill().await;
-    assert!(before > 0);
-    read(body.as_mut(), 1).await;
-    assert_eq!((prefill().await, body.is_generating()), (before, false), "after the role");
-    read(body.as_mut(), 1).await;
-    assert_eq!((prefill().await, body.is_generating()), (0, true), "after the first token");
 }
 
 #[tokio::test]
@@ -375,8 +356,7 @@ async fn poll_once<F: Future>(mut future: Pin<&mut F>) -> bool {
 #[tokio::test]
 async fn dropped_futures_free_everything() {
     let worker = WorkerConfig { max_num_batched_tokens: Some(10), ..WorkerConfig::at("http://a") };
-    let router =
-        Router::builder(RouterConfig { queue: QueueConfig { threshold: Some(0.5), ..config().queue }, ..config() });
+    let router = Router::builder(config_with(|c| c.queue.threshold = Some(0.5)));
     let router = router.worker(WorkerId(0), worker).start().await.expect("valid");
     let hung = service_fn(async |_: Request<()>| pending::<Result<Response<Empty<Bytes>>, Infallible>>().await);
     let service = PlacementLayer::new(router.clone()).layer(hung);

@@ -3,19 +3,18 @@
 //!
 //! Time is paused except for metrics pages read over loopback.
 
-use pointsman::internals::config::{OverloadConfig, QueueConfig};
-use std::sync::{Arc, Mutex};
+use pointsman::internals::config::OverloadConfig;
 use std::time::Duration;
 
 use pointsman::error::RouteError;
 use pointsman::internals::engine_load::EngineSleep;
-use pointsman::policy::{RankPolicy, RankTable, RequestFacts};
 use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::test_support::rank;
-use pointsman::{EngineLoadFact, EngineReading, HealthState};
-use pointsman::{Filter, Prompt, Rejection, RouteRequest, Router, RouterConfig};
+use pointsman::{
+    EngineLoadFact, EngineReading, Filter, HealthState, Prompt, Rejection, RouteRequest, Router, RouterConfig,
+};
 
-use crate::common::{config, router};
+use crate::common::{config, config_with, router};
 
 fn waiting(requests: u32) -> EngineReading {
     EngineReading { running: Some(8), waiting: Some(requests), kv_usage: Some(0.5), sleep: None }
@@ -77,11 +76,10 @@ async fn full_engines_are_overloaded_and_silent_ones_unknown() {
 
 #[tokio::test(start_paused = true)]
 async fn queued_requests_leave_when_an_engine_becomes_unknown_or_idle() {
-    let limits = RouterConfig {
-        queue: QueueConfig { threshold: Some(0.0), ..config().queue },
-        overload: OverloadConfig { engine_waiting: Some(4), ..config().overload },
-        ..config()
-    };
+    let limits = config_with(|c| {
+        c.queue.threshold = Some(0.0);
+        c.overload.engine_waiting = Some(4);
+    });
     let router = router(limits, 1).await;
     let first = router.route(RouteRequest::new("first", Prompt::Tokens(&[1]))).await.expect("placed");
     let handle = router.clone();
@@ -119,70 +117,10 @@ async fn sleeping_ranks_get_no_requests_until_they_are_awake() {
     assert_eq!((placement.rank(), router.eligible_ranks()), (rank(0), 1));
 }
 
-#[tokio::test(start_paused = true)]
-async fn requests_wait_in_the_queue_for_a_sleeping_rank() {
-    let queueing = RouterConfig { queue: QueueConfig { threshold: Some(0.0), ..config().queue }, ..config() };
-    let router = router(queueing, 1).await;
-    router.report_engine_load(rank(0), asleep(EngineSleep::Paused));
-    let handle = router.clone();
-    let waits = tokio::spawn(async move { handle.route(RouteRequest::new("r", Prompt::Tokens(&[1]))).await });
-    crate::common::until("request in the queue", async || {
-        router.pending().await.expect("serving")[0].depth.requests == 1
-    })
-    .await;
-    assert_eq!(refusals(&router).await, [Some(Filter::Asleep)], "an explanation does not wait");
-    router.report_engine_load(rank(0), asleep(EngineSleep::Awake));
-    assert_eq!(waits.await.expect("answered").expect("placed").rank(), rank(0));
-}
-
-#[tokio::test]
-async fn a_custom_policy_reads_engine_loads() {
-    struct LeastWaiting(Mutex<Vec<Option<u32>>>);
-
-    impl RankPolicy for LeastWaiting {
-        fn choose(&self, _: &RequestFacts<'_>, ranks: &dyn RankTable) -> Option<usize> {
-            let waiting = (0..ranks.len()).map(|index| ranks.candidate(index).engine_load?.waiting);
-            let mut seen = self.0.lock().expect("no panic");
-            *seen = waiting.collect();
-            (0..seen.len()).min_by_key(|position| seen[*position].unwrap_or(u32::MAX))
-        }
-    }
-
-    let policy = Arc::new(LeastWaiting(Mutex::default()));
-    let mut builder = Router::builder(config()).policy(Arc::clone(&policy) as Arc<dyn RankPolicy>);
-    for worker in 0..3 {
-        builder = builder.worker(WorkerId(worker), WorkerConfig::at(""));
-    }
-    let router = builder.start().await.expect("starts");
-    router.report_engine_load(rank(0), waiting(7));
-    router.report_engine_load(rank(2), waiting(1));
-    let best = router.find_best_match(RouteRequest::query(Prompt::Tokens(&[1]))).await.expect("found");
-    assert_eq!(best.rank(), rank(2));
-    assert_eq!(*policy.0.lock().expect("no panic"), [Some(7), None, Some(1)]);
-}
-
-#[cfg(feature = "faults")]
-#[tokio::test]
-async fn a_lost_actor_loses_only_its_message() {
-    use pointsman::Fault;
-
-    crate::common::suppress_fault_reports();
-    let router = router(config(), 1).await;
-    router.report_engine_load(rank(0), waiting(1));
-    assert!(router.inject(Fault::EngineLoads));
-    assert_eq!(facts(&router)[0].and_then(|fact| fact.waiting), Some(1));
-    crate::common::until("report to the restarted actor", async || {
-        router.report_engine_load(rank(0), waiting(2));
-        facts(&router)[0].and_then(|fact| fact.waiting) == Some(2)
-    })
-    .await;
-}
-
 #[cfg(feature = "discovery")]
 mod pages {
     //! Metrics pages read over loopback.
 
-    use pointsman::internals::config::EngineLoadConfig;
     use pointsman::protocol::LoadSource;
 
     use super::*;
@@ -207,10 +145,7 @@ mod pages {
             "vllm:num_requests_waiting{engine=\"7\"} 1\nvllm:num_requests_waiting{engine=\"8\"} NaN\n",
         ];
         let mut servers = Vec::new();
-        let mut builder = Router::builder(RouterConfig {
-            engine_load: EngineLoadConfig { interval_ms: 1, ..config().engine_load },
-            ..config()
-        });
+        let mut builder = Router::builder(config_with(|c| c.engine_load.interval_ms = 1));
         for (worker, page) in (0..).zip(pages) {
             let (server, load) = serving(page).await;
             servers.push(server);

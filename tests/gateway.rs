@@ -6,37 +6,16 @@ use std::time::Duration;
 
 use pointsman::config::{PrefillModel, RouterConfigOverride};
 use pointsman::error::{RequestError, RouteError};
-use pointsman::internals::config::LoadConfig;
 use pointsman::policy::{RankPolicy, RankTable, RequestFacts};
 use pointsman::protocol::{BlockHash, WorkerConfig, WorkerId, WorkerRank};
 use pointsman::test_support::rank;
-use pointsman::{AddRequest, BoxFuture, Prompt, RequestOptions, RouteRequest, Router, RouterConfig, SharedCache};
-use pointsman::{Constraints, Filter, Pin, PinMode, RankConditions};
-use pointsman::{Outcome, Rejection};
+use pointsman::{
+    AddRequest, BoxFuture, Constraints, Outcome, Pin, PinMode, Prompt, RankConditions, Rejection, RequestOptions,
+    RouteRequest, Router, SharedCache,
+};
 use tokio::sync::watch;
 
-use crate::common::{assert_at_rest, config, loads, router, stored, tokens};
-
-#[tokio::test]
-async fn embedder_conditions_apply_from_the_next_decision() {
-    let router = router(config(), 2).await;
-    let prompt = tokens(1, 8);
-    let request = RouteRequest::query(Prompt::Tokens(&prompt));
-    let conditions = |overloaded: &[u64], unavailable: &[u64]| RankConditions {
-        overloaded: overloaded.iter().map(|&worker| rank(worker)).collect(),
-        unavailable: unavailable.iter().map(|&worker| rank(worker)).collect(),
-    };
-    router.set_conditions(conditions(&[0], &[])).await.expect("up");
-    assert_eq!(router.find_best_match(request.clone()).await.expect("one rank is eligible").rank(), rank(1));
-    router.set_conditions(conditions(&[0], &[1])).await.expect("up");
-    let refused = router.find_best_match(request.clone()).await.expect_err("no rank is eligible");
-    assert_eq!(refused.to_string(), "all eligible workers are overloaded: 1 unavailable, 1 overloaded");
-    router.set_conditions(conditions(&[], &[0, 1])).await.expect("up");
-    let refused = router.find_best_match(request.clone()).await.expect_err("no rank is eligible");
-    assert_eq!(refused.to_string(), "no rank is eligible: 2 unavailable");
-    router.set_conditions(RankConditions::default()).await.expect("up");
-    router.find_best_match(request).await.expect("all ranks are eligible");
-}
+use crate::common::{assert_at_rest, config, config_with, loads, router, stored, tokens};
 
 #[tokio::test]
 async fn the_rank_of_a_single_rank_worker_is_implied() {
@@ -53,18 +32,6 @@ async fn the_rank_of_a_single_rank_worker_is_implied() {
         ..RouteRequest::query(Prompt::Tokens(&[1]))
     };
     assert_eq!(router.find_best_match(request).await.expect("there").rank(), WorkerRank::new(WorkerId(1), 3));
-}
-
-#[tokio::test]
-async fn placements_contain_the_rank_number_at_the_worker() {
-    let of =
-        |ranks| WorkerConfig { data_parallel_start_rank: 4, data_parallel_size: ranks, ..WorkerConfig::at("http://a") };
-    let router = Router::builder(config()).worker(WorkerId(1), of(2)).start().await.expect("valid");
-    let first = router.route(RouteRequest::new("a", Prompt::Tokens(&[1]))).await.expect("placed");
-    assert_eq!(first.rank_at_worker(), Some(first.rank().rank - 4), "numbered from the first rank of the worker");
-    router.upsert_worker(WorkerId(1), of(1)).await.expect("valid");
-    let second = router.route(RouteRequest::new("b", Prompt::Tokens(&[1]))).await.expect("placed");
-    assert_eq!(second.rank_at_worker(), None, "the remaining worker is unchanged");
 }
 
 #[tokio::test]
@@ -86,11 +53,7 @@ async fn ranks_that_can_serve_are_counted_without_waiting() {
 
 #[tokio::test(start_paused = true)]
 async fn slow_prefills_increase_the_expected_duration() {
-    let router = router(
-        RouterConfig { load: LoadConfig { prefill_model: PrefillModel::Learned, ..config().load }, ..config() },
-        1,
-    )
-    .await;
+    let router = router(config_with(|c| c.load.prefill_model = PrefillModel::Learned), 1).await;
     let mut expected = Vec::new();
     for n in 0..128 {
         let (id, prompt) = (n.to_string(), tokens(n, 250));
@@ -206,83 +169,25 @@ async fn a_failing_shared_cache_loses_only_its_hits() {
 }
 
 #[tokio::test]
-async fn explanations_match_the_booking() {
-    let router = router(config(), 4).await;
-    let prompt = tokens(1, 10);
-    router.apply_events(vec![stored(rank(2), &prompt[..24])]).await.expect("up");
-    let busy = tokens(2, 30);
-    let _busy = router.add_request(AddRequest::new("busy", rank(3), Prompt::Tokens(&busy))).await;
-    let only = Constraints { allowed_workers: Some([1, 2, 3].map(WorkerId).into()), ..Constraints::default() };
-    let request = RouteRequest {
-        options: RequestOptions { constraints: only, ..RequestOptions::default() },
-        ..RouteRequest::new("a", Prompt::Tokens(&prompt))
-    };
-    let explained = router.explain(request.clone()).await.expect("up");
-    assert_eq!((explained.chosen, explained.ranks.len()), (Some(rank(2)), 4));
-    assert_eq!(explained.ranks[0].excluded_by, Some(Filter::Allowed));
-    // 40 tokens are 10 blocks to compute and 10 blocks to hold, minus 6 cached blocks.
-    let costs: Vec<f64> = explained.ranks[1..].iter().map(|row| row.cost_max).collect();
-    assert_eq!(costs, [20.0, 14.0, 80.0]);
-    assert!(explained.ranks.iter().all(|row| row.exact && row.cost_min == row.cost_max));
-    assert_eq!(router.health().leases, 1, "only the earlier booking");
-    let placement = router.route(request.clone()).await.expect("placed");
-    assert_eq!(placement.rank(), rank(2));
-    let nobody = Constraints { required_taints: ["h100".to_owned()].into(), ..Constraints::default() };
-    let explained = router
-        .explain(RouteRequest {
-            options: RequestOptions { constraints: nobody, ..RequestOptions::default() },
-            ..request
-        })
-        .await
-        .expect("explained");
-    assert_eq!(explained.chosen, None);
-    assert_eq!(explained.rejection.as_deref(), Some("no rank is eligible: 4 without a required taint"));
-    serde_json::to_string(&explained).expect("plain data");
-}
-
-#[tokio::test]
 async fn overrides_apply_to_one_request() {
     let router = router(config(), 2).await;
     let prompt = tokens(1, 10);
     router.apply_events(vec![stored(rank(1), &prompt)]).await.expect("up");
-    let busy = tokens(2, 12);
-    router.add_request(AddRequest::new("busy", rank(1), Prompt::Tokens(&busy))).await.expect("booked");
-    router.mark_prefill_completed("busy").expect("known");
+    let with = |overrides| RouteRequest {
+        options: RequestOptions { overrides, ..RequestOptions::default() },
+        ..RouteRequest::query(Prompt::Tokens(&prompt))
+    };
     let blind = RouterConfigOverride { overlap_score_credit: Some(0.0), ..RouterConfigOverride::default() };
-    let request = RouteRequest::query(Prompt::Tokens(&prompt));
-    // Warm: 0 to compute, 12 + 10 held; cold: 10 to compute, 10 held.
-    assert_eq!(router.find_best_match(request.clone()).await.expect("placed").rank(), rank(0));
-    let keen = RouterConfigOverride { prefill_load_scale: Some(4.0), ..RouterConfigOverride::default() };
-    let keen = router
-        .find_best_match(RouteRequest {
-            options: RequestOptions { overrides: keen, ..RequestOptions::default() },
-            ..request.clone()
-        })
-        .await
-        .expect("placed");
-    assert_eq!(keen.rank(), rank(1));
-    let blind = router
-        .find_best_match(RouteRequest {
-            options: RequestOptions { overrides: blind, ..RequestOptions::default() },
-            ..request.clone()
-        })
-        .await
-        .expect("placed");
-    assert_eq!((blind.rank(), blind.cached_tokens()), (rank(0), 0));
+    assert_eq!(router.find_best_match(with(blind)).await.expect("placed").cached_tokens(), 0);
+    assert_eq!(router.find_best_match(with(RouterConfigOverride::default())).await.expect("placed").rank(), rank(1));
     let wrong = RouterConfigOverride { temperature: Some(f64::NAN), ..RouterConfigOverride::default() };
-    let refused = router
-        .find_best_match(RouteRequest {
-            options: RequestOptions { overrides: wrong, ..RequestOptions::default() },
-            ..request
-        })
-        .await;
+    let refused = router.find_best_match(with(wrong)).await;
     assert!(refused.expect_err("refused").to_string().contains("temperature is NaN"));
 }
 
 #[tokio::test(start_paused = true)]
 async fn bookings_expire_without_reports_and_not_before() {
-    let router =
-        router(RouterConfig { load: LoadConfig { booking_liveness_ms: 60_000, ..config().load }, ..config() }, 1).await;
+    let router = router(config_with(|c| c.load.booking_liveness_ms = 60_000), 1).await;
     let prompt = tokens(1, 4);
     let held = router.route(RouteRequest::new("held", Prompt::Tokens(&prompt))).await.expect("placed");
     for id in ["silent", "alive"] {

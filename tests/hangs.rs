@@ -7,10 +7,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-use pointsman::error::{Down, RouteError};
+use pointsman::error::RouteError;
 use pointsman::internals::Hang;
-use pointsman::internals::config::IndexConfig;
-use pointsman::internals::config::{QueueConfig, SupervisionConfig};
+use pointsman::internals::config::{IndexConfig, QueueConfig, SupervisionConfig};
 use pointsman::internals::membership::WatchedActor;
 use pointsman::policy::{RankFilter, RequestFacts};
 use pointsman::protocol::{WorkerConfig, WorkerId, WorkerRank};
@@ -18,10 +17,7 @@ use pointsman::test_support::rank;
 use pointsman::{AddRequest, Fault, Placement, Prompt, RankTraits, RouteRequest, Router, RouterConfig};
 use tokio::task::JoinHandle;
 
-use crate::common::counters::Counters;
-use crate::common::{
-    WAIT_MAX, assert_at_rest, cleared, config, loads, router, stored, suppress_fault_reports, tokens, until,
-};
+use crate::common::{WAIT_MAX, assert_at_rest, cleared, config, loads, router, stored, tokens, until};
 
 /// Short, so that a test with a hang takes a fraction of a second.
 const HANG_TIMEOUT_MS: u64 = 200;
@@ -70,18 +66,6 @@ async fn released(router: &Router, hang: Hang, placements: Vec<Placement>) {
     assert_at_rest(router).await;
     drop(router.route(RouteRequest::new("after", Prompt::Tokens(&tokens(77, 3)))).await.expect("the router serves"));
     assert_at_rest(router).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn hung_scheduler_is_replaced_and_its_callers_are_placed() {
-    let router = router(watched(), 4).await;
-    let before = router.health().restarts;
-    let hang = router.hang(Fault::Scheduler).expect("a scheduler");
-    let calls = calls(&router, 0..50);
-    let placements = placed(calls).await;
-    assert!(router.health().restarts > before);
-    named(&router, WatchedActor::Scheduler, false).await;
-    released(&router, hang, placements).await;
 }
 
 /// Blocks the first evaluation of a request with a marked prompt.
@@ -200,27 +184,6 @@ async fn hung_shard_is_replaced_and_its_ranks_are_cold() {
     assert_eq!(router.dump_events().await.expect("up").len(), 4, "the contents of the successor");
 }
 
-/// Calls that wait for a hung shard alone.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn queries_to_a_hung_shard_return() {
-    let router = router(watched(), 2).await;
-    let prompt = tokens(1, 3);
-    let query = RouteRequest::query(Prompt::Tokens(&prompt));
-    let hang = router.hang(Fault::Radix(rank(0))).expect("a shard");
-    let lost = async {
-        tokio::join!(
-            router.flush(),
-            router.dump_events(),
-            router.overlap_scores(query.clone(), false),
-            router.find_best_match(query.clone()),
-            router.apply_events(vec![stored(rank(0), &prompt)]),
-        )
-    };
-    let (.., best, _) = tokio::time::timeout(WAIT_MAX, lost).await.expect("every call returns");
-    best.expect("retried");
-    released(&router, hang, Vec::new()).await;
-}
-
 /// The supervisor is not replaced: requests are served without it, and it continues where it hung.
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn hung_supervisor_is_named_and_requests_are_served() {
@@ -294,20 +257,6 @@ async fn scheduler_without_a_free_cell_stays_hung_until_one_is_free() {
     released(&router, last, placements).await;
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn hang_without_restart_budget_fails_the_router() {
-    let supervision = SupervisionConfig { restarts_max: 0, hang_timeout_ms: HANG_TIMEOUT_MS };
-    let router = router(RouterConfig { supervision, ..watched() }, 2).await;
-    let hang = router.hang(Fault::Scheduler).expect("a scheduler");
-    for call in calls(&router, 0..20) {
-        let result = tokio::time::timeout(WAIT_MAX, call).await.expect("every call returns").expect("no panic");
-        assert_eq!(result.map(|placement| placement.rank()), Err(RouteError::Down(Down::Failed)));
-    }
-    assert_eq!(router.health().state, Err(Down::Failed));
-    drop(hang);
-    assert_eq!(router.health().leases, 0);
-}
-
 /// The acknowledgement of a removal is lost with the hung scheduler.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn removal_and_drain_during_a_hang_complete() {
@@ -325,36 +274,4 @@ async fn removal_and_drain_during_a_hang_complete() {
     drop(held);
     assert_at_rest(&router).await;
     assert_eq!(router.health().ranks, 1);
-}
-
-/// Shutdown does not wait for hung threads, and the watchdog ends with the router.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn shutdown_during_hangs_ends_every_call() {
-    suppress_fault_reports();
-    let router = router(watched(), 2).await;
-    let scheduler = router.hang(Fault::Scheduler).expect("a scheduler");
-    let shard = router.hang(Fault::Radix(rank(0))).expect("a shard");
-    let calls = calls(&router, 0..20);
-    router.clone().shutdown(Duration::from_millis(1)).await;
-    for call in calls {
-        let result = tokio::time::timeout(WAIT_MAX, call).await.expect("every call returns").expect("no panic");
-        match result {
-            Ok(placement) => drop(placement),
-            Err(error) => assert_eq!(error, RouteError::Down(Down::Stopped)),
-        }
-    }
-    drop((scheduler, shard));
-    assert_eq!(router.health().leases, 0);
-}
-
-#[tokio::test]
-async fn hangs_are_counted_by_role() {
-    let counters = Counters::default();
-    let _guard = counters.record();
-    let router = router(watched(), 1).await;
-    let before = router.health().restarts;
-    let hang = router.hang(Fault::Scheduler).expect("a scheduler");
-    replaced(&router, before).await;
-    drop(hang);
-    assert!(counters.get("pointsman_hangs_total", &["scheduler"]) >= 1);
 }

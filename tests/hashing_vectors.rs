@@ -4,8 +4,7 @@
 use std::num::NonZeroU32;
 
 use pointsman::hashing::{HashScheme, HashedPrompt, MmSpan};
-use pointsman::internals::hashing::{BlockHasher, MmBlocks};
-use pointsman::internals::hashing::{chain, fill_spans, hash_bytes, pad_value};
+use pointsman::internals::hashing::{BlockHasher, MmBlocks, chain, fill_spans, hash_bytes, pad_value};
 use pointsman::internals::protocol::SequenceHash;
 use pointsman::protocol::BlockHash;
 

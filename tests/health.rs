@@ -5,14 +5,11 @@
 #![allow(clippy::print_stdout, reason = "the shares are the output")]
 
 use pointsman::internals::config::{HealthConfig, SlowStartConfig};
-use std::collections::{BTreeSet, VecDeque};
 use std::time::Duration;
 
-use pointsman::policy::Policy;
 use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::test_support::rank;
-use pointsman::{Filter, RankConditions};
-use pointsman::{HealthState, Outcome, Placement, Prompt, RouteRequest, Router, RouterConfig};
+use pointsman::{Filter, HealthState, Outcome, Prompt, RankConditions, RouteRequest, Router, RouterConfig};
 
 use crate::common::{config, router, tokens};
 
@@ -84,17 +81,6 @@ async fn failed_requests_eject_a_rank_until_a_slow_start() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn slow_start_can_be_disabled() {
-    let router =
-        router(RouterConfig { slow_start: SlowStartConfig { return_ms: 0, ..config().slow_start }, ..config() }, 2)
-            .await;
-    fail(&router, 0);
-    assert_eq!(open(&router).await, [1]);
-    pass(Duration::from_secs(30)).await;
-    assert_eq!(standings(&router).await, [(0, Ok(1.0)), (1, Ok(1.0))]);
-}
-
-#[tokio::test(start_paused = true)]
 async fn ejections_and_embedder_conditions_are_independent() {
     let router = router(config(), 4).await;
     router.set_conditions(unavailable(&[0])).await.expect("serving");
@@ -108,137 +94,6 @@ async fn ejections_and_embedder_conditions_are_independent() {
     fail(&router, 0);
     router.set_conditions(RankConditions::default()).await.expect("serving");
     assert_eq!(open(&router).await, [1, 2, 3], "and 0 ejected again");
-}
-
-#[tokio::test(start_paused = true)]
-async fn the_last_eligible_rank_is_never_ejected() {
-    let router = router(config(), 2).await;
-    fail(&router, 0);
-    fail(&router, 1);
-    assert_eq!(open(&router).await, [1]);
-    assert_eq!(states(&router).await[1], HealthState::Suspected);
-    router.set_conditions(unavailable(&[1])).await.expect("serving");
-    assert_eq!(open(&router).await, [0], "a failing rank is better than none");
-    let health = router.rank_health().await.expect("serving");
-    assert!(health[0].to_string().starts_with("0/0 is suspected and kept as the last eligible rank"), "{}", health[0]);
-    router.set_conditions(RankConditions::default()).await.expect("serving");
-    router.remove_worker(WorkerId(1)).await.expect("removed");
-    assert_eq!(open(&router).await, [0]);
-}
-
-#[tokio::test(start_paused = true)]
-async fn draining_ranks_do_not_count_as_eligible() {
-    let router = router(config(), 2).await;
-    let exactly = RouteRequest::new("held", Prompt::Tokens(&[1]));
-    let held = router.route(exactly).await.expect("placed");
-    let (draining, other) = (held.rank().worker, 1 - held.rank().worker.0);
-    let handle = router.clone();
-    let drain = tokio::spawn(async move { handle.drain_worker(draining, Duration::from_secs(600)).await });
-    pass(Duration::ZERO).await;
-    fail(&router, other);
-    assert_eq!(open(&router).await, [other]);
-    drop(held);
-    assert_eq!(drain.await.expect("drained"), Ok(0));
-}
-
-/// Duration of an accepted request, in steps of 50 ms.
-const STEPS: usize = 64;
-
-/// Sends a request every 50 ms to four ranks of which `refusers` refuse immediately. Returns the number of requests per
-/// rank, and that number at its first ejection.
-async fn draws(policy: Policy, refusers: &[u64], requests: usize) -> ([usize; 4], [Option<usize>; 4]) {
-    let router = router(RouterConfig { policy: policy.into(), ..config() }, 4).await;
-    let (mut running, mut drawn, mut ejected) = (VecDeque::new(), [0; 4], [None; 4]);
-    for n in 0..requests {
-        pass(Duration::from_millis(50)).await;
-        if running.len() > STEPS {
-            let over: Option<Placement> = running.pop_front().flatten();
-            over.iter().for_each(|placement| placement.outcome(Outcome::Ok));
-        }
-        let (request, prompt) = (format!("r{n}"), tokens(1_000 + n as u32, 8));
-        let placement = router.route(RouteRequest::new(&request, Prompt::Tokens(&prompt))).await.expect("placed");
-        let worker = placement.rank().worker.0;
-        drawn[worker as usize] += 1;
-        if refusers.contains(&worker) {
-            placement.outcome(Outcome::Refused { retry_after: None });
-            running.push_back(None);
-        } else {
-            placement.prefill_completed();
-            running.push_back(Some(placement));
-        }
-        for (rank, state) in states(&router).await.into_iter().enumerate() {
-            if matches!(state, HealthState::Ejected { .. }) {
-                ejected[rank].get_or_insert(drawn[rank]);
-            }
-        }
-    }
-    (drawn, ejected)
-}
-
-#[tokio::test(start_paused = true)]
-async fn refusing_ranks_receive_less_than_their_share_under_every_policy() {
-    println!("| policy | requests | drawn by each of four, the last refuses | ejected after |");
-    for policy in Policy::ALL {
-        let (drawn, ejected) = draws(policy, &[3], 600).await;
-        println!("| {} | 600 | {drawn:?} | {:?} |", policy.name(), ejected[3]);
-        assert!(drawn[3] <= 10, "{policy:?}: a fair share is 150: {drawn:?}");
-        assert_eq!(ejected, [None, None, None, Some(5)], "{policy:?}: {drawn:?}");
-    }
-}
-
-#[tokio::test(start_paused = true)]
-async fn an_entirely_refusing_fleet_stays_in_service_with_spread_load() {
-    for policy in Policy::ALL {
-        let (drawn, ejected) = draws(policy, &[0, 1, 2, 3], 400).await;
-        println!("| {} | 400 | {drawn:?} | {ejected:?} |", policy.name());
-        assert!(drawn.iter().all(|&share| share >= 50), "{policy:?}: every rank receives requests: {drawn:?}");
-        assert_eq!(ejected, [None; 4], "{policy:?}");
-    }
-}
-
-#[tokio::test(start_paused = true)]
-async fn unreachable_ranks_are_skipped_until_they_respond() {
-    let router =
-        router(RouterConfig { slow_start: SlowStartConfig { return_ms: 0, ..config().slow_start }, ..config() }, 4)
-            .await;
-    let refuse = |worker| (0..5).for_each(|_| router.report_outcome(rank(worker), Outcome::ConnectFailed));
-    let long = router.route(RouteRequest::new("long", Prompt::Tokens(&[1]))).await.expect("placed");
-    pass(Duration::from_millis(1)).await;
-    let others: Vec<u64> = (0..4).filter(|worker| *worker != long.rank().worker.0).collect();
-    others.iter().copied().for_each(refuse);
-    assert_eq!((open(&router).await, router.eligible_ranks()), (vec![long.rank().worker.0], 1));
-    refuse(long.rank().worker.0);
-    assert_eq!(
-        (open(&router).await, router.eligible_ranks()),
-        (vec![0, 1, 2, 3], 0),
-        "without healthy ranks all are tried"
-    );
-    long.outcome(Outcome::Ok);
-    assert_eq!(router.eligible_ranks(), 0, "the request was sent before the ejection");
-    pass(Duration::from_millis(1)).await;
-    let tried = router.route(RouteRequest::new("tried", Prompt::Tokens(&[1]))).await.expect("placed");
-    tried.outcome(Outcome::Ok);
-    assert_eq!((open(&router).await, router.eligible_ranks()), (vec![tried.rank().worker.0], 1));
-}
-
-#[tokio::test(start_paused = true)]
-async fn a_replaced_engine_starts_without_failures() {
-    let router = router(config(), 2).await;
-    fail(&router, 0);
-    assert_eq!(open(&router).await, [1]);
-    router.upsert_worker(WorkerId(0), WorkerConfig::at("http://elsewhere")).await.expect("changed");
-    assert_eq!(open(&router).await, [0, 1]);
-}
-
-#[tokio::test(start_paused = true)]
-async fn failures_are_not_counted_if_disabled() {
-    let router =
-        router(RouterConfig { health: HealthConfig { outcome_failures_max: 0, ..config().health }, ..config() }, 2)
-            .await;
-    (0..100).for_each(|_| fail(&router, 0));
-    assert_eq!(states(&router).await, [HealthState::Healthy; 2]);
-    let ranks: BTreeSet<_> = router.rank_health().await.expect("serving").iter().map(|row| row.rank).collect();
-    assert_eq!(ranks, [rank(0), rank(1)].into());
 }
 
 #[cfg(feature = "faults")]

@@ -260,13 +260,6 @@ mod checked_itself {
     }
 
     #[test]
-    fn a_child_that_imports_its_parent_closes_a_cycle() {
-        let parent = ("actors/radix/mod.rs", "mod entries;\nuse entries::Entries;\npub(crate) struct Radix;");
-        assert!(cycle(&[parent, ("actors/radix/entries.rs", "use super::Radix;")]).is_some());
-        assert!(cycle(&[parent, ("actors/radix/entries.rs", "use crate::index::Index;")]).is_none());
-    }
-
-    #[test]
     fn reexports_and_tests_do_not_count_as_imports() {
         let files = [
             ("actors/handle/mod.rs", "mod router;\nmod route;\npub use router::Router;\npub(crate) use route::route;"),

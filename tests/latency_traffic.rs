@@ -6,11 +6,10 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
 use std::time::Duration;
 
-use pointsman::RouterConfig;
 use pointsman::policy::Policy;
 use pointsman::protocol::WorkerId;
 use pointsman::test_support::rank;
-use pointsman::{Constraints, Placement, Prompt, RequestOptions, RouteRequest, Router};
+use pointsman::{Constraints, Placement, Prompt, RequestOptions, RouteRequest, Router, RouterConfig};
 
 use crate::common::{config, router, stored_in_blocks};
 
@@ -88,7 +87,7 @@ impl Traffic {
 /// share.
 #[tokio::test(start_paused = true)]
 async fn a_recovered_rank_regains_its_share_within_two_minutes() {
-    for gap_ms in [400, 100, 50] {
+    for gap_ms in [400, 50] {
         let mut traffic = Traffic::new(Policy::Latency, 4).await;
         let slow = |worker| Some(if worker == 3 { 20_000 } else { 200 });
         for n in 0..30 {
@@ -159,24 +158,7 @@ async fn paced_sessions_spread_over_an_idle_pool() {
     assert!(counts.iter().all(|count| f64::from(*count) <= 1.3 * 448.0 / 8.0), "{counts:?}");
 }
 
-/// Tie-breaking never costs a cache hit: the turns of a conversation stay on the rank that has it cached.
-#[tokio::test(start_paused = true)]
-async fn a_small_hit_does_not_move_a_request() {
-    let mut traffic = Traffic::new(Policy::Latency, 8).await;
-    let (base, length) = (prompt(7, 256), 256);
-    let home = rank(5);
-    traffic.router.apply_events(vec![stored_in_blocks(home, &base, BLOCK_SIZE)]).await.expect("up");
-    traffic.router.flush().await.expect("up");
-    for n in 0..50 {
-        let mut turn = base.clone();
-        turn.extend(prompt(100 + n, 20));
-        let worker = traffic.send(&turn, None, |_| Some(5)).await;
-        assert_eq!(worker, home.worker.0, "turn {n}: {length} of {} tokens are cached there", turn.len());
-        traffic.pass(1_300).await;
-    }
-}
-
-/// Counts the requests that a hung rank accepts and never answers during 100 s at 20 requests a second. With
+/// Counts the requests that a hung rank accepts and never answers during 50 s at 20 requests a second. With
 /// `conversations`, 40 conversations are cached, ten of them on the hung rank.
 async fn lost_to_a_hung_rank(policy: Policy, conversations: bool) -> usize {
     let mut traffic = Traffic::new(policy, 4).await;
@@ -192,7 +174,7 @@ async fn lost_to_a_hung_rank(policy: Policy, conversations: bool) -> usize {
         traffic.router.flush().await.expect("up");
     }
     let mut lost = 0;
-    for n in 0..2_400_u32 {
+    for n in 0..1_400_u32 {
         let is_hung = n >= 400;
         let asked = if conversations {
             let mut asked = prefixes[n as usize % 40].clone();
@@ -214,6 +196,6 @@ async fn hanging_engines_keep_their_load() {
         let latency = lost_to_a_hung_rank(Policy::Latency, conversations).await;
         let kv = lost_to_a_hung_rank(Policy::Kv, conversations).await;
         println!("conversations: {conversations}; lost under latency {latency}, under kv {kv}");
-        assert!(latency <= kv.max(12), "{latency} of 2,000 requests lost, under kv {kv}");
+        assert!(latency <= kv.max(12), "{latency} of 1,000 requests lost, under kv {kv}");
     }
 }

@@ -4,27 +4,20 @@ use std::time::Duration;
 
 use pointsman::config::{EventMode, SpeculativeModel};
 use pointsman::error::RouteError;
-use pointsman::internals::config::IndexConfig;
-use pointsman::internals::config::{EventsConfig, SpeculativeConfig};
-use pointsman::protocol::{RouterEvent, StorageTier, WorkerConfig, WorkerId, WorkerRank};
+use pointsman::internals::config::{IndexConfig, SpeculativeConfig};
+use pointsman::protocol::{RouterEvent, StorageTier, WorkerId, WorkerRank};
 use pointsman::test_support::rank;
-use pointsman::{AddRequest, Placement, Prompt, Rejection, RequestOptions, RouteRequest, Router, RouterConfig};
+use pointsman::{Placement, Prompt, Rejection, RequestOptions, RouteRequest, Router, RouterConfig};
 
 use crate::common::counters::Counters;
-use crate::common::{BLOCK_SIZE, assert_at_rest, cleared, config, router, stored, tokens};
+use crate::common::{BLOCK_SIZE, assert_at_rest, cleared, config, config_with, router, stored, tokens};
 
 fn without_events() -> RouterConfig {
-    RouterConfig { events: EventsConfig { mode: EventMode::Off, ..config().events }, ..config() }
+    config_with(|c| c.events.mode = EventMode::Off)
 }
 
 fn beside_events() -> RouterConfig {
-    RouterConfig {
-        index: IndexConfig {
-            speculative: SpeculativeConfig { with_events_ttl_ms: Some(1_000), ..config().index.speculative },
-            ..config().index
-        },
-        ..config()
-    }
+    config_with(|c| c.index.speculative.with_events_ttl_ms = Some(1_000))
 }
 
 fn modelled() -> RouterConfig {
@@ -109,75 +102,6 @@ async fn without_event_mode_received_events_are_only_counted() {
     assert_eq!(counters.get("pointsman_kv_events_refused_total", &["not_used"]), 1, "the cache was cleared, too");
 }
 
-#[tokio::test(start_paused = true)]
-async fn speculative_entries_expire_and_prefixes_refresh_them() {
-    let counters = Counters::default();
-    let _guard = counters.record();
-    let router = router(
-        RouterConfig {
-            index: IndexConfig {
-                speculative: SpeculativeConfig { ttl_ms: 1_000, ..without_events().index.speculative },
-                ..without_events().index
-            },
-            ..without_events()
-        },
-        4,
-    )
-    .await;
-    let prompt = tokens(1, 20);
-    let chosen = route(&router, "a", &prompt).await.rank();
-    tokio::time::advance(Duration::from_millis(900)).await;
-    assert_eq!(best(&router, &prompt).await, (chosen, 20));
-    assert_eq!(route(&router, "b", &prompt[..40]).await.rank(), chosen);
-    tokio::time::advance(Duration::from_millis(200)).await;
-    assert_eq!(best(&router, &prompt).await, (chosen, 10), "other entries have expired");
-    assert_eq!(predicted(&counters, "expired"), 10);
-    tokio::time::advance(Duration::from_millis(900)).await;
-    assert_eq!(best(&router, &prompt).await.1, 0);
-    assert_eq!((predicted(&counters, "expired"), predicted(&counters, "wrong")), (20, 0));
-}
-
-async fn one_worker(config: RouterConfig, total_kv_blocks: u32) -> Router {
-    let worker = WorkerConfig { total_kv_blocks: Some(total_kv_blocks), ..WorkerConfig::at("e") };
-    Router::builder(config).worker(WorkerId(0), worker).start().await.expect("starts")
-}
-
-#[tokio::test]
-async fn a_modelled_cache_evicts_the_oldest_release() {
-    let router = one_worker(modelled(), 10).await;
-    let (a, b, c) = (tokens(1, 4), tokens(2, 4), tokens(3, 4));
-    drop(route(&router, "a", &a).await);
-    let held = route(&router, "b", &b).await;
-    held.output_block(None).expect("no decay");
-    held.output_block(None).expect("no decay");
-    assert_eq!((best(&router, &a).await.1, best(&router, &b).await.1), (4, 4));
-    drop(route(&router, "c", &c).await);
-    assert_eq!((best(&router, &a).await.1, best(&router, &b).await.1), (2, 4), "12 blocks exceed a capacity of 10");
-    drop(held);
-    assert_eq!((best(&router, &a).await.1, best(&router, &b).await.1), (0, 4), "its output counts at its end");
-    // A larger capacity reported later applies from then on.
-    let worker = WorkerConfig { total_kv_blocks: Some(20), ..WorkerConfig::at("e") };
-    router.upsert_worker(WorkerId(0), worker).await.expect("valid");
-    drop(route(&router, "a", &a).await);
-    let depths = [best(&router, &a).await.1, best(&router, &b).await.1, best(&router, &c).await.1];
-    assert_eq!(depths, [4, 4, 4]);
-    assert_at_rest(&router).await;
-}
-
-#[tokio::test]
-async fn bookings_by_id_hold_a_modelled_cache_until_they_are_freed() {
-    let router = one_worker(modelled(), 6).await;
-    let (a, b) = (tokens(1, 4), tokens(2, 4));
-    let request = AddRequest { cached_tokens: Some(0), ..AddRequest::new("a", rank(0), Prompt::Tokens(&a)) };
-    router.add_request(request).await.expect("booked");
-    let second = route(&router, "b", &b).await;
-    assert_eq!((best(&router, &a).await.1, best(&router, &b).await.1), (4, 4), "both in use, over capacity");
-    router.free("a").expect("booked");
-    assert_eq!((best(&router, &a).await.1, best(&router, &b).await.1), (2, 4));
-    drop(second);
-    assert_at_rest(&router).await;
-}
-
 #[tokio::test]
 async fn external_decisions_can_be_recorded() {
     let router = router(without_events(), 4).await;
@@ -207,8 +131,7 @@ async fn external_decisions_can_be_recorded() {
 async fn auto_mode_speculates_for_workers_without_events() {
     let counters = Counters::default();
     let _guard = counters.record();
-    let router =
-        router(RouterConfig { events: EventsConfig { mode: EventMode::Auto, ..config().events }, ..config() }, 4).await;
+    let router = router(config_with(|c| c.events.mode = EventMode::Auto), 4).await;
     let (published, routed) = (tokens(1, 20), tokens(2, 10));
     router.apply_events(vec![stored(rank(1), &published)]).await.expect("up");
     assert_eq!(best(&router, &published).await, (rank(1), 20));
@@ -233,8 +156,7 @@ async fn auto_mode_speculates_for_workers_without_events() {
 #[tokio::test]
 async fn workers_that_serve_without_events_are_reported() {
     for (events, is_doubted) in [(EventMode::On, true), (EventMode::Auto, true), (EventMode::Off, false)] {
-        let router =
-            router(RouterConfig { events: EventsConfig { mode: events, ..config().events }, ..config() }, 1).await;
+        let router = router(config_with(|c| c.events.mode = events), 1).await;
         assert_eq!(router.health().problems, [""; 0], "{events}: no request was served");
         let placement = route(&router, "a", &tokens(1, 4)).await;
         placement.prefill_completed();
@@ -249,41 +171,6 @@ async fn workers_that_serve_without_events_are_reported() {
         best(&router, &tokens(1, 4)).await;
         assert_eq!(router.health().problems, [""; 0], "{events}");
     }
-}
-
-/// Siblings: prompts with a long common prefix and a unique tail.
-fn sibling(n: u32) -> Vec<u32> {
-    [tokens(1, 300), tokens(100 + n, 2)].concat()
-}
-
-/// Counts how many of 64 concurrent siblings are placed on a rank without an earlier sibling. The leader's prefill is
-/// complete, but its rank has not published its stores yet.
-async fn strays(config: RouterConfig) -> usize {
-    let router = router(config, 16).await;
-    let leader = route(&router, "leader", &sibling(0)).await;
-    leader.prefill_completed();
-    let requests = (1..=64).map(|n| {
-        let router = router.clone();
-        tokio::spawn(async move { route(&router, &n.to_string(), &sibling(n)).await })
-    });
-    let requests: Vec<_> = requests.collect();
-    let mut placements = vec![leader];
-    for request in requests {
-        placements.push(request.await.expect("no panic"));
-    }
-    placements.sort_by_key(|placement| placement.number());
-    let ranks: Vec<_> = placements.iter().map(|placement| placement.rank()).collect();
-    let strays = (1..ranks.len()).filter(|&n| !ranks[..n].contains(&ranks[n])).count();
-    drop(placements);
-    assert_at_rest(&router).await;
-    strays
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn siblings_follow_their_leader_before_any_event() {
-    let (blind, predicting) = (strays(config()).await, strays(beside_events()).await);
-    assert!(predicting <= 6, "{predicting} of 64 strayed");
-    assert!(blind > predicting, "{blind} siblings diverged without predictions");
 }
 
 #[tokio::test(start_paused = true)]
@@ -320,21 +207,4 @@ async fn lower_tiers_extend_speculative_hits() {
     let found = router.find_best_match(RouteRequest::query(Prompt::Tokens(&prompt))).await.expect("a match").overlap();
     assert_eq!((found.device_blocks, found.host_pinned_blocks), (10, 10));
     drop(placed);
-}
-
-#[cfg(feature = "faults")]
-#[tokio::test]
-async fn a_restarted_shard_speculates_from_new_decisions() {
-    let router = one_worker(modelled(), 10).await;
-    let prompt = tokens(1, 4);
-    let held = route(&router, "a", &prompt).await;
-    assert!(router.inject(pointsman::Fault::Radix(rank(0))));
-    // The supervisor detects the restart. A query lost in the meantime is sent again.
-    drop(route(&router, "b", &prompt).await);
-    crate::common::until("restart", async || router.health().restarts == 1).await;
-    drop(held);
-    drop(route(&router, "c", &prompt).await);
-    assert_eq!(best(&router, &prompt).await.1, 4);
-    assert!(router.health().cold.is_empty(), "speculative entries cannot be resent");
-    assert_at_rest(&router).await;
 }

@@ -2,20 +2,19 @@
 
 use std::time::Duration;
 
-use pointsman::RouterConfig;
 use pointsman::internals::load::PromptLimits;
 use pointsman::policy::Policy;
 use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::test_support::rank;
 use pointsman::{Constraints, Prompt, RequestOptions, RouteRequest, Router};
 
-use crate::common::{BLOCK_SIZE, config, loads, tokens};
+use crate::common::{BLOCK_SIZE, config_with, loads, tokens};
 
 /// Blocks of a prompt that exceeds any engine's capacity.
 const HUGE_BLOCKS: u32 = 1_000_000 / BLOCK_SIZE;
 
 async fn with(policy: Policy, workers: u64, worker: impl Fn(WorkerConfig) -> WorkerConfig) -> Router {
-    let mut builder = Router::builder(RouterConfig { policy: policy.into(), ..config() });
+    let mut builder = Router::builder(config_with(|c| c.policy = policy.into()));
     for n in 0..workers {
         builder = builder.worker(WorkerId(n), worker(WorkerConfig::at(format!("http://engine-{n}"))));
     }

@@ -1,18 +1,14 @@
 //! Guarantees of the router handle, each by an example with the complete actor system.
 
-use pointsman::policy::{KvConfig, PolicyConfig};
 use std::time::Duration;
 
 use pointsman::error::{Down, MembershipError, RequestError, RouteError, StartError};
-use pointsman::internals::config::IndexConfig;
-use pointsman::internals::config::LoadConfig;
-use pointsman::policy::Policy;
 use pointsman::protocol::{KvEvent, WorkerConfig, WorkerId, WorkerMap, WorkerRank};
 use pointsman::test_support::rank;
-use pointsman::{AddRequest, Prompt, Rejection, RequestOptions, RouteRequest, Router, RouterConfig};
+use pointsman::{AddRequest, Prompt, Rejection, RequestOptions, RouteRequest, Router};
 use tokio::sync::watch;
 
-use crate::common::{assert_at_rest, cleared, config, loads, router, started, stored, tokens, until};
+use crate::common::{assert_at_rest, cleared, config, config_with, loads, router, stored, tokens};
 
 #[tokio::test]
 async fn requests_follow_their_prefix() {
@@ -64,21 +60,6 @@ async fn answers_show_a_prompt_whose_first_events_were_missed() {
 }
 
 #[tokio::test]
-async fn bookings_are_visible_to_the_next_decision() {
-    let router = router(config(), 4).await;
-    let mut placements = Vec::new();
-    for n in 0..8u32 {
-        let (id, prompt) = (n.to_string(), tokens(n, 10));
-        placements.push(router.route(RouteRequest::new(&id, Prompt::Tokens(&prompt))).await.expect("placed"));
-    }
-    for worker in 0..4 {
-        assert_eq!(placements.iter().filter(|p| p.rank() == rank(worker)).count(), 2, "two each: {placements:?}");
-    }
-    drop(placements);
-    assert_at_rest(&router).await;
-}
-
-#[tokio::test]
 async fn a_query_books_nothing_and_agrees_with_the_booking() {
     let router = router(config(), 4).await;
     let prompt = tokens(9, 12);
@@ -121,66 +102,8 @@ async fn bookings_by_id_for_embedders_that_dispatch_themselves() {
 }
 
 #[tokio::test]
-async fn prefills_of_different_rates_do_not_delay_decisions() {
-    tokio::time::pause();
-    for (assume_kv_reuse, track_active_blocks) in [(false, true), (true, false), (true, true)] {
-        let router = router(
-            RouterConfig { load: LoadConfig { assume_kv_reuse, track_active_blocks, ..config().load }, ..config() },
-            1,
-        )
-        .await;
-        for (id, blocks, seconds) in [("a", 250, 10), ("b", 125, 1)] {
-            let prompt = tokens(1, blocks);
-            let request = AddRequest::new(id, rank(0), Prompt::Tokens(&prompt));
-            let expected_prefill_duration = Some(Duration::from_secs(seconds));
-            router.add_request(AddRequest { expected_prefill_duration, ..request }).await.expect("booked");
-        }
-        tokio::time::advance(Duration::from_millis(300)).await;
-        let prompt = tokens(2, 3);
-        drop(router.route(RouteRequest::new("c", Prompt::Tokens(&prompt))).await.expect("placed"));
-    }
-}
-
-#[tokio::test]
-async fn without_credit_no_index_is_kept() {
-    let config = RouterConfig {
-        policy: PolicyConfig::Kv(KvConfig { overlap_score_credit: 0.0, ..KvConfig::default() }),
-        ..config()
-    };
-    let router = router(config, 2).await;
-    router.apply_events(vec![stored(rank(1), &tokens(1, 5))]).await.expect("ignored");
-    router.flush().await.expect("nothing to wait for");
-    assert!(router.dump_events().await.expect("up").is_empty());
-    let prompt = tokens(1, 5);
-    let best = router.find_best_match(RouteRequest::query(Prompt::Tokens(&prompt))).await.expect("a match");
-    assert_eq!(best.overlap_blocks(), 0);
-}
-
-#[tokio::test]
-async fn salts_and_adapters_keep_caches_apart() {
-    let router = router(config(), 4).await;
-    let prompt = tokens(1, 10);
-    router.apply_events(vec![stored(rank(3), &prompt)]).await.expect("up");
-    let plain = RouteRequest::query(Prompt::Tokens(&prompt));
-    assert_eq!(router.find_best_match(plain.clone()).await.expect("a match").overlap_blocks(), 10);
-    for other in [
-        RouteRequest {
-            options: RequestOptions { lora_name: Some("adapter".into()), ..RequestOptions::default() },
-            ..plain.clone()
-        }
-        .clone(),
-        RouteRequest {
-            options: RequestOptions { cache_salt: Some("tenant".into()), ..RequestOptions::default() },
-            ..plain.clone()
-        },
-    ] {
-        assert_eq!(router.find_best_match(other.clone()).await.expect("a match").overlap_blocks(), 0, "{other:?}");
-    }
-}
-
-#[tokio::test]
 async fn dumps_and_flushes_include_all_accepted_events() {
-    let config = RouterConfig { index: IndexConfig { shards: 3, ..config().index }, ..config() };
+    let config = config_with(|c| c.index.shards = 3);
     let router = router(config.clone(), 6).await;
     for worker in 0..6 {
         router.apply_events(vec![stored(rank(worker), &tokens(worker as u32 / 2, 8))]).await.expect("up");
@@ -220,28 +143,8 @@ async fn removing_a_worker_ends_its_bookings_and_a_return_has_a_new_generation()
 }
 
 #[tokio::test]
-async fn a_changed_rank_count_touches_only_the_ranks_that_differ() {
-    let router = router(config(), 0).await;
-    let with_ranks = |data_parallel_size| WorkerConfig { data_parallel_size, ..WorkerConfig::at("http://e") };
-    router.upsert_worker(WorkerId(1), with_ranks(2)).await.expect("valid");
-    let prompt = tokens(1, 4);
-    let second = WorkerRank::new(WorkerId(1), 1);
-    router.add_request(AddRequest::new("a", second, Prompt::Tokens(&prompt))).await.expect("booked");
-    router.upsert_worker(WorkerId(1), with_ranks(3)).await.expect("valid");
-    assert_eq!(loads(&router).await, [(0, 0, 0), (1, 4, 16), (0, 0, 0)]);
-    router.upsert_worker(WorkerId(1), with_ranks(1)).await.expect("valid");
-    // The update returns before the removed ranks have ended their bookings.
-    until("end of the booking", async || router.health().leases == 0).await;
-    assert_eq!(loads(&router).await, [(0, 0, 0)]);
-    assert_eq!(router.free("a"), Err(RequestError::NotFound("a".into())));
-    let refused = router.upsert_worker(WorkerId(1), with_ranks(0)).await.expect_err("no ranks");
-    assert_eq!(refused.to_string(), "worker 1: data_parallel_size is 0, must be 1 to 4096");
-    assert_eq!(router.health().ranks, 1, "the rejected change has no effect");
-}
-
-#[tokio::test]
 async fn start_fails_if_too_few_workers_are_possible() {
-    let wanted = |n| RouterConfig { min_initial_workers: n, ..config() };
+    let wanted = |n| config_with(|c| c.min_initial_workers = n);
     let one = WorkerMap::from([(WorkerId(1), WorkerConfig::at("http://1"))]);
     let (source, seen) = watch::channel(one);
     drop(source);
@@ -249,8 +152,7 @@ async fn start_fails_if_too_few_workers_are_possible() {
     assert_eq!(closed, StartError::SourceClosed { registered: 1, wanted: 2 });
     let none = Router::builder(wanted(1)).start().await.expect_err("no source");
     assert_eq!(none, StartError::NoSource { registered: 0, wanted: 1 });
-    let invalid =
-        Router::builder(RouterConfig { block_size: Some(0), ..config() }).start().await.expect_err("no block size");
+    let invalid = Router::builder(config_with(|c| c.block_size = Some(0))).start().await.expect_err("no block size");
     assert_eq!(invalid.to_string(), "block_size is 0, must be at least 1");
 }
 
@@ -272,52 +174,6 @@ async fn shutdown_waits_for_bookings_up_to_its_deadline() {
     tokio::time::advance(Duration::from_secs(1)).await;
     drop(placement);
     assert_eq!(stopping.await.expect("no panic"), 0);
-}
-
-/// Places 1,000 requests of a few families with shared prefixes, with events and frees in between.
-async fn place_many(config: RouterConfig, queries_every_rank: bool) -> Vec<WorkerRank> {
-    let router = started(Router::builder(config).queries_every_rank(queries_every_rank), 12).await;
-    let (mut placed, mut held) = (Vec::new(), std::collections::VecDeque::new());
-    for n in 0..300u32 {
-        let (id, prompt) = (n.to_string(), tokens(n * n % 23, 5 + n % 17));
-        let placement = router.route(RouteRequest::new(&id, Prompt::Tokens(&prompt))).await.expect("placed");
-        placed.push(placement.rank());
-        router.apply_events(vec![stored(placement.rank(), &prompt)]).await.expect("up");
-        if n % 3 > 0 {
-            placement.prefill_completed();
-        }
-        if n % 5 == 0 {
-            placement.output_block(Some(0.5)).expect("a share");
-        }
-        held.push_back(placement);
-        if held.len() > 40 {
-            held.pop_front();
-        }
-    }
-    drop(held);
-    assert_at_rest(&router).await;
-    placed
-}
-
-/// `latency` looks at few ranks and draws among idle ones, so its choices may differ within a tenth of the cost. Time
-/// is paused because it depends on it.
-#[tokio::test(start_paused = true)]
-async fn placements_are_independent_of_the_queried_ranks() {
-    for policy in Policy::ALL {
-        for assume_kv_reuse in [true, false] {
-            let config = RouterConfig {
-                load: LoadConfig { assume_kv_reuse, ..config().load },
-                policy: policy.into(),
-                ..config()
-            };
-            let shortlist = place_many(config.clone(), false).await;
-            if policy != Policy::Latency {
-                let all = place_many(config.clone(), true).await;
-                assert_eq!(shortlist, all, "{policy:?}, reuse {assume_kv_reuse}");
-            }
-            assert_eq!(shortlist, place_many(config, false).await, "same seed, same inputs, same decisions");
-        }
-    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

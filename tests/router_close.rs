@@ -1,14 +1,12 @@
 //! A router that fails while an actor hangs: every pending call returns, whatever it waits for.
 
-use pointsman::internals::config::EventsConfig;
-use pointsman::internals::config::IndexConfig;
 use std::time::Duration;
 
 use pointsman::error::{Down, FlushError, RouteError};
 use pointsman::test_support::rank;
-use pointsman::{Fault, Prompt, RouteRequest, RouterConfig};
+use pointsman::{Fault, Prompt, RouteRequest};
 
-use crate::common::{config, router, stored, suppress_fault_reports, tokens};
+use crate::common::{config, config_with, router, stored, suppress_fault_reports, tokens};
 
 /// Longer than any response on a loaded machine. Only a call that never returns reaches it.
 const HANG: Duration = Duration::from_secs(20);
@@ -49,11 +47,10 @@ async fn every_call_ends_when_the_router_fails_with_a_hanging_scheduler() {
 async fn every_call_ends_when_the_router_fails_with_a_hanging_shard() {
     suppress_fault_reports();
     let router = router(
-        RouterConfig {
-            events: EventsConfig { blocks_max: 4, ..config().events },
-            index: IndexConfig { shards: 1, ..config().index },
-            ..config()
-        },
+        config_with(|c| {
+            c.events.blocks_max = 4;
+            c.index.shards = 1;
+        }),
         2,
     )
     .await;

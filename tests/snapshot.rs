@@ -13,13 +13,10 @@ use pointsman::protocol::{
     BlockHash, EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, Timestamp, WorkerId, WorkerRank,
 };
 use pointsman::{
-    RestoreState, StreamState,
+    RestoreState, Snapshot, SnapshotError, StreamState,
     internals::ingest::{
         ColdPosition, DegradationReason, IngestEffect, IngestInput, Source, SourceConfig, SourcePosition,
     },
-};
-use pointsman::{
-    Snapshot, SnapshotError,
     internals::snapshot::{RankSnapshot, SnapshotLayout},
 };
 use pointsman_trial::engine::{self, Block, CacheEvent, Tier};

@@ -1,9 +1,8 @@
 //! Routers that restart with a snapshot, against event publishers on real sockets.
 
-use pointsman::error::StartError;
 use pointsman::protocol::{EngineHash, KvEvent, RouterEvent, StoredBlock, WorkerId};
 use pointsman::test_support::rank;
-use pointsman::{KvSourceStatus, RestoreState, Router, RouterConfig, Snapshot, SnapshotError, StreamState};
+use pointsman::{KvSourceStatus, RestoreState, Router, RouterConfig, Snapshot, StreamState};
 
 use crate::common::{BLOCK_SIZE, config, stored, tokens};
 use crate::engines::{Engine, Held, source};
@@ -121,20 +120,6 @@ async fn a_snapshot_under_traffic_is_consistent_with_its_position() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn contents_of_a_restarted_publisher_are_dropped() {
-    let (router, mut fleet) = warm_fleet(2).await;
-    let snapshot = snapshot(&router).await;
-    drop(router);
-    fleet[0].publisher.forget();
-    fleet[0].prompts.clear();
-    fleet[0].store();
-    let router = restarted(config(), snapshot, &fleet).await;
-    assert_exact(&router, &fleet).await;
-    until("dropped", &router, || restore(&router, &fleet[0]) == Some(RestoreState::Dropped)).await;
-    until("resumed", &router, || restore(&router, &fleet[1]) == Some(RestoreState::Resumed)).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_replay_that_no_longer_reaches_the_snapshot_makes_the_rank_cold() {
     let (router, mut fleet) = warm_fleet(2).await;
     let snapshot = snapshot(&router).await;
@@ -172,18 +157,6 @@ async fn contents_wait_for_a_rank_that_registers_later() {
     assert_exact(&router, &fleet).await;
     assert_eq!(restore(&router, &fleet[2]), None);
     drop(gone);
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_snapshot_of_another_layout_is_refused() {
-    let (router, _fleet) = warm_fleet(1).await;
-    let snapshot = snapshot(&router).await;
-    let other = RouterConfig { block_size: Some(16), ..config() };
-    let error = Router::builder(other.clone()).snapshot(snapshot.clone()).start().await.expect_err("refused");
-    assert!(matches!(error, StartError::Snapshot(SnapshotError::Layout { field: "block size", .. })), "{error}");
-    let running = Router::builder(other).start().await.expect("valid");
-    let error = running.restore(snapshot).expect_err("refused");
-    assert_eq!(error.name(), "layout");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -20,22 +20,22 @@ use std::task::{Context, Waker};
 use std::time::Duration;
 
 use pointsman::error::{Down, RouteError};
-use pointsman::internals::config::IndexConfig;
-use pointsman::internals::config::{EventsConfig, QueueConfig, SupervisionConfig};
+use pointsman::internals::config::{QueueConfig, SupervisionConfig};
 #[cfg(feature = "zmq")]
 use pointsman::internals::{FaultMoment, Hang};
 use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::test_support::rank;
-use pointsman::{AddRequest, Fault, Outcome, Placement, Prompt, RouteRequest, Router, RouterConfig};
+use pointsman::{AddRequest, Fault, Placement, Prompt, RouteRequest, Router, RouterConfig};
 use tokio::time::Instant;
 
 use crate::common::{
-    WAIT_MAX, assert_at_rest, cleared, config, loads, router, stored, suppress_fault_reports, tokens, until,
+    WAIT_MAX, assert_at_rest, cleared, config, config_with, loads, router, stored, suppress_fault_reports, tokens,
+    until,
 };
 use crate::repetitions::repetitions;
 
 fn two_shards() -> RouterConfig {
-    RouterConfig { index: IndexConfig { shards: 2, ..config().index }, ..config() }
+    config_with(|c| c.index.shards = 2)
 }
 
 /// Repetitions of each drill.
@@ -260,40 +260,6 @@ async fn flood_of_requests_is_limited_and_served() {
         assert_unharmed(&router).await;
     }
     tally.print("flood of requests at a hung scheduler");
-}
-
-/// More events than permits reach a shard that hangs.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn flood_of_events_waits_for_its_shard() {
-    let events = EventsConfig { blocks_max: 20, ..config().events };
-    let router = router(RouterConfig { events, ..two_shards() }, 2).await;
-    let hang = router.hang(Fault::Radix(rank(0)));
-    let senders: Vec<_> = (0..200)
-        .map(|n| {
-            let router = router.clone();
-            tokio::spawn(async move { router.apply_events(vec![stored(rank(0), &tokens(n, 5))]).await })
-        })
-        .collect();
-    router.apply_events(vec![stored(rank(1), &tokens(1, 5))]).await.expect("another shard");
-    released(hang).await;
-    for sender in senders {
-        let applied = tokio::time::timeout(WAIT_MAX, sender).await.expect("every call returns").expect("no panic");
-        applied.expect("up");
-    }
-    router.flush().await.expect("up");
-    assert_eq!(router.dump_events().await.expect("up").len(), 201, "no event is lost");
-    assert_unharmed(&router).await;
-}
-
-/// Reports beyond the limit of the health actor are dropped; the actor takes later ones.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn flood_of_outcomes_is_limited() {
-    let router = router(two_shards(), 3).await;
-    let hang = router.hang(Fault::Health);
-    (0..10_000).for_each(|_| router.report_outcome(rank(0), Outcome::ConnectFailed));
-    released(hang).await;
-    until("ejection", async || router.out_of_service().contains(&rank(0))).await;
-    assert_unharmed(&router).await;
 }
 
 /// A scheduler dies, again and again, with every permit in its queue.

@@ -4,11 +4,10 @@ use pointsman::internals::config::QueueConfig;
 use std::sync::Arc;
 use std::time::Duration;
 
-use pointsman::PrefillFacts;
 use pointsman::internals::load::PrefillEstimator;
 use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::test_support::rank;
-use pointsman::{Fault, Prompt, RouteRequest, Router, RouterConfig};
+use pointsman::{Fault, PrefillFacts, Prompt, RouteRequest, Router, RouterConfig};
 
 use crate::common::{assert_at_rest, config, loads, suppress_fault_reports, tokens};
 use crate::waiting::{self, Route, Takes};
@@ -36,20 +35,6 @@ async fn estimated(estimator: impl PrefillEstimator + 'static, config: RouterCon
 
 async fn under_way<'a>(router: &'a Router, id: &'a str, prompt: &'a [u32]) -> Route<'a> {
     waiting::under_way(router, RouteRequest::new(id, Prompt::Tokens(prompt))).await
-}
-
-/// A Book is pending at a hung rank when its caller cancels. The rank becomes free.
-#[tokio::test]
-async fn an_abandoned_book_frees_its_rank() {
-    let router = one_rank(waits()).await;
-    let prompt = tokens(1, 25);
-    let hang = router.hang(Fault::Sequence(rank(0))).expect("a rank");
-    let gone = under_way(&router, "a", &prompt).await;
-    let waiting = under_way(&router, "b", &prompt).await;
-    drop(gone);
-    drop(hang);
-    drop(waiting.await.expect("the rank is idle"));
-    assert_at_rest(&router).await;
 }
 
 #[tokio::test]
@@ -119,22 +104,6 @@ async fn a_panicking_estimator_loses_only_its_estimate() {
     assert_eq!(placement.expected_prefill_duration(), None);
     drop(placement);
     assert_eq!(router.health().restarts, 0);
-    assert_at_rest(&router).await;
-}
-
-/// The cancellation overtakes the request, whose overlap query is pending.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn abandoning_a_call_during_the_index_query_leaves_no_waiting_request() {
-    let router = one_rank(waits()).await;
-    let prompt = tokens(1, 25);
-    let busy = router.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect("idle");
-    let hang = router.hang(Fault::Radix(rank(0))).expect("a shard");
-    let route = under_way(&router, "b", &prompt).await;
-    drop(route);
-    drop(hang); // the shard responds now
-    router.flush().await.expect("up");
-    assert_eq!(waiting::waiting(&router).await, 0);
-    drop(busy);
     assert_at_rest(&router).await;
 }
 

@@ -281,8 +281,6 @@ impl<S: ActorState> Strand<S> {
                     None => drop(lock),
                 }
             } else {
-                #[cfg(test)]
-                tests::linger();
                 drop(lock);
                 fence(Ordering::SeqCst);
                 let current = self.current.load(Ordering::Relaxed);
@@ -392,8 +390,6 @@ impl<S: ActorState> Strand<S> {
         self.waiting.store(0, Ordering::Relaxed);
         let dropped = std::mem::take(&mut *inbox);
         drop(inbox);
-        #[cfg(test)]
-        tests::linger();
         drop(held);
         drop(dropped);
     }

@@ -54,44 +54,10 @@ async fn socket_at(address: &str) -> io::Result<PeerSocket> {
 
 #[cfg(test)]
 mod tests {
-    use tokio::net::TcpListener;
 
     use super::*;
 
     const PATIENCE: Duration = Duration::from_secs(60);
-
-    /// A listener that sends this to each connection and then, if `open`, waits for the end of the connection.
-    async fn listening(greeting: Vec<u8>, open: bool) -> String {
-        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
-        let address = listener.local_addr().expect("bound");
-        tokio::spawn(async move {
-            while let Ok((mut stream, _)) = listener.accept().await {
-                let greeting = greeting.clone();
-                tokio::spawn(async move {
-                    let _ = stream.write_all(&greeting).await;
-                    if open {
-                        let _ = stream.read_to_end(&mut Vec::new()).await;
-                    }
-                });
-            }
-        });
-        format!("tcp://{address}")
-    }
-
-    #[tokio::test]
-    async fn other_listeners_are_no_publishers() {
-        let other = listening(b"HTTP/1.1 400 Bad Request\r\n".to_vec(), true).await;
-        assert_eq!(listener_at(&other, PATIENCE).await, Listener::Other, "another protocol");
-        let subscriber = listening(subscriber_hello(), true).await;
-        assert_eq!(listener_at(&subscriber, PATIENCE).await, Listener::Other, "another socket type");
-        let closed = listening(Vec::new(), false).await;
-        assert_eq!(listener_at(&closed, PATIENCE).await, Listener::Other, "no greeting");
-        let refused =
-            TcpListener::bind("127.0.0.1:0").await.and_then(|listener| listener.local_addr()).expect("a port");
-        assert_eq!(listener_at(&format!("tcp://{refused}"), PATIENCE).await, Listener::Other, "refused");
-        let silent = listening(Vec::new(), true).await;
-        assert_eq!(listener_at(&silent, Duration::from_millis(1)).await, Listener::Unknown, "silent");
-    }
 
     #[cfg(feature = "zmq")]
     #[tokio::test]

@@ -134,13 +134,6 @@ impl RouterBuilder {
         self
     }
 
-    /// Queries the exact load of every rank for each decision, even if bounds suffice.
-    #[cfg(feature = "test-support")]
-    pub fn queries_every_rank(mut self, queries_every_rank: bool) -> Self {
-        self.extensions.queries_every_rank = queries_every_rank;
-        self
-    }
-
     /// Queries a cache shared by the pool, in addition to the index, for each request.
     pub fn shared_cache(mut self, cache: Arc<dyn SharedCache>) -> Self {
         self.shared_cache = Some(cache);

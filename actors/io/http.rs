@@ -267,14 +267,6 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_request_names_path_and_host() {
-        let (url, received) = answering(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n".to_vec()).await;
-        assert_eq!(get(&url, AN_HOUR, 0).await, Ok(Vec::new()));
-        let received = received.await.expect("served");
-        assert!(received.starts_with("GET /metrics?a=b HTTP/1.1\r\nhost: 127.0.0.1:"), "{received}");
-    }
-
-    #[tokio::test]
     async fn invalid_responses_are_errors() {
         assert_eq!(
             got(b"HTTP/1.1 302 Found\r\nlocation: http://x\r\n\r\n", 9).await,

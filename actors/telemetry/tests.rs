@@ -1,12 +1,10 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
+use super::Pool;
 use super::decisions::BookingResult;
 use super::instruments::{INSTRUMENTS, Instrument, InstrumentKind};
 use super::predictions::{NEVER_MATCHED_AFTER, PredictionMeters, PromptKind};
-use super::{Meters, Pool};
-use crate::config::RouterConfig;
-use crate::config::queue::QueueConfig;
 use crate::wire::Finding;
 use metrics_util::debugging::{DebugValue, DebuggingRecorder};
 
@@ -107,14 +105,4 @@ fn an_incomplete_index_that_predicts_nothing_raises_no_alarm() {
     };
     assert_eq!(doubted(false, 0, 64), 0, "the engine's cache is warm before its events are replayed");
     assert_eq!((doubted(true, 0, 64), doubted(false, 64, 0)), (1, 1));
-}
-
-#[test]
-fn making_every_handle_stays_within_the_table() {
-    // Handles created elsewhere fail their assertion.
-    let config = RouterConfig {
-        queue: QueueConfig { threshold: Some(1.0), ..QueueConfig::default() },
-        ..RouterConfig::default()
-    };
-    drop((Meters::new(&config, true), super::QueueMeters::new(&config)));
 }

@@ -15,35 +15,6 @@ fn usage(prompt: u32, output: u32, cached: Option<u32>) -> Option<Usage> {
     Some(Usage { prompt_tokens: Some(prompt), output_tokens: Some(output), cached_tokens: cached })
 }
 
-/// A streamed chat in vLLM's format: role first, finish reason last, then the requested usage.
-#[test]
-fn streamed_chat_is_counted_per_event() {
-    let text = concat!(
-        r#"data: {"id":"c-1","choices":[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]}"#,
-        "\n\n",
-        r#"data: {"id":"c-1","choices":[{"index":0,"delta":{"content":"say "},"logprobs":null}]}"#,
-        "\n\n: a comment\n\n",
-        r#"data: {"id":"c-1","choices":[{"index":0,"delta":{"reasoning_content":"hm"}}]}"#,
-        "\r\n\r\n",
-        r#"data: {"id":"c-1","choices":[{"index":0,"delta":{"tool_calls":[{"index":0,"function":{"arguments":""}}]}}]}"#,
-        "\n\n",
-        r#"data: {"id":"c-1","choices":[{"index":0,"delta":{"content":""},"finish_reason":"stop"}]}"#,
-        "\n\n",
-    );
-    let end = concat!(
-        r#"data: {"choices":[],"usage":{"prompt_tokens":20,"total_tokens":27,"completion_tokens":7,"#,
-        r#""prompt_tokens_details":{"cached_tokens":16}}}"#,
-        "\n\ndata: [DONE]\n\n",
-    );
-    assert_eq!((events(text).output_tokens(), events(text).usage()), (3, None));
-    let whole = events(&format!("{text}{end}"));
-    assert_eq!(
-        (whole.output_tokens(), whole.usage()),
-        (7, usage(20, 7, Some(16))),
-        "the engine's usage takes precedence"
-    );
-}
-
 #[test]
 fn completions_and_responses_are_counted() {
     let completions =
@@ -61,40 +32,6 @@ fn completions_and_responses_are_counted() {
     );
     let whole = events(&format!("{responses}{completed}"));
     assert_eq!((whole.output_tokens(), whole.usage()), (2, usage(5, 2, Some(4))));
-}
-
-#[test]
-fn json_is_read_from_its_end() {
-    let answer = |content: &str| {
-        format!(
-            "{{\"choices\":[{{\"message\":{{\"content\":{}}}}}],\"usage\": {{\"prompt_tokens\": 12, \"completion_tokens\": 3, \
-             \"prompt_tokens_details\": null}}, \"service_tier\": null}}\n",
-            serde_json::to_string(content).expect("valid JSON")
-        )
-    };
-    for content in ["hi", "say \"usage\": {\"prompt_tokens\": 1}", "\"usage", &"\"usage\":{\\".repeat(9_000)] {
-        let reader = read(AnswerKind::Json, &answer(content));
-        assert_eq!((reader.output_tokens(), reader.usage()), (3, usage(12, 3, None)), "{content:.30}");
-    }
-    let early = format!("{{\"usage\":{{\"prompt_tokens\":1}},\"text\":\"{}\"}}", "a".repeat(TAIL_BYTES));
-    assert_eq!(read(AnswerKind::Json, &early).usage(), None, "too far from the end");
-    for none in ["", "{}", "{\"usage\":null}", "{\"usage\":{\"prompt_tokens\":1", "{\"usage\":{}}", "gzip"] {
-        assert_eq!(read(AnswerKind::Json, none).usage(), None, "{none}");
-    }
-}
-
-#[test]
-fn long_lines_count_and_only_their_end_is_parsed() {
-    let line = |length: usize, usage: &str| {
-        let text = "a".repeat(length);
-        format!("data: {{\"type\":\"response.completed\",\"text\":\"{text}\",\"response\":{{{usage}}}}}\ndata: {{}}\n")
-    };
-    let counts = "\"usage\":{\"input_tokens\":5,\"output_tokens\":90}";
-    assert_eq!(events(&line(10, counts)).output_tokens(), 90);
-    let reader = events(&line(LINE_BYTES_MAX, counts));
-    assert_eq!((reader.output_tokens(), reader.usage()), (90, usage(5, 90, None)));
-    assert_eq!(events(&line(LINE_BYTES_MAX, "")).output_tokens(), 1);
-    assert_eq!(events(&format!(": {}\n", line(LINE_BYTES_MAX, counts))).output_tokens(), 0, "a comment");
 }
 
 #[test]

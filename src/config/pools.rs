@@ -47,17 +47,3 @@ impl RouterConfig {
         Self { role: PoolRole::Decode, index: IndexConfig { enabled: false, ..self.index }, load, ..self }
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::policy::Policy;
-
-    #[test]
-    fn both_pools_of_disaggregated_serving_are_valid() {
-        let load = LoadConfig { prefill_model: PrefillModel::Learned, ..LoadConfig::default() };
-        let config = RouterConfig { policy: Policy::Kv.into(), load, ..RouterConfig::default() };
-        config.clone().for_prefill().validate().expect("a prefill pool");
-        config.for_decode().validate().expect("decode pools run no prefill");
-    }
-}

@@ -142,18 +142,6 @@ mod tests {
     }
 
     #[test]
-    fn old_lease_does_not_free_a_newer_one() {
-        let directory = Directory::default();
-        let old = enter(&directory, "a");
-        directory.leave(&old);
-        let new = enter(&directory, "a");
-        directory.leave(&old);
-        assert_eq!(directory.find("a").map(|lease| lease.booking()), Some(new.booking()));
-        directory.leave(&new);
-        assert!(directory.is_empty());
-    }
-
-    #[test]
     fn booked_on_returns_one_generation_oldest_first() {
         let directory = Directory::default();
         let (slot, generation) = (Slot(3), Generation(1));

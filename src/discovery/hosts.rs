@@ -33,28 +33,3 @@ pub(super) fn reach(config: &mut WorkerConfig, url: &HttpUrl) {
         None => {}
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::protocol::KvEventsConfig;
-
-    #[test]
-    fn wildcard_hosts_become_the_host_of_the_worker() {
-        let reached = |endpoint: &str, worker: &str| {
-            let kv_events = KvEventsConfig {
-                endpoint: endpoint.to_owned(),
-                replay_endpoint: Some("tcp://*:5600".to_owned()),
-                topic: String::new(),
-            };
-            let mut config = WorkerConfig { kv_events: Some(kv_events), ..WorkerConfig::at(worker) };
-            reach(&mut config, &HttpUrl::parse(worker).expect("an address"));
-            config.kv_events.map(|kv_events| (kv_events.endpoint, kv_events.replay_endpoint.unwrap_or_default()))
-        };
-        let both = |a: &str, b: &str| Some((a.to_owned(), b.to_owned()));
-        assert_eq!(reached("tcp://*:1", "http://e:8000"), both("tcp://e:1", "tcp://e:5600"));
-        assert_eq!(reached("tcp://[::]:1", "http://[::1]:8000"), both("tcp://[::1]:1", "tcp://[::1]:5600"));
-        assert_eq!(reached("tcp://0.0.0.0:1", "http://e"), both("tcp://e:1", "tcp://e:5600"));
-        assert_eq!(reached("tcp://10.0.0.1:1", "http://e"), both("tcp://10.0.0.1:1", "tcp://e:5600"));
-    }
-}

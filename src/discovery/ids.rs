@@ -69,35 +69,3 @@ pub fn worker_map(
     }
     Ok(map)
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn ids_are_given_or_derived_and_never_shared() {
-        let named = |id: Option<u64>, endpoint: &str| (id.map(WorkerId), WorkerConfig::at(endpoint));
-        let map = worker_map([named(Some(7), "a"), named(None, "b")]).expect("two workers");
-        assert_eq!(map.keys().copied().collect::<Vec<_>>(), [WorkerId(7), WorkerId::derived("b")]);
-        let error = worker_map([named(None, "b"), named(Some(WorkerId::derived("b").0), "c")]).expect_err("one id");
-        assert!(error.to_string().starts_with("workers at \"b\" and \"c\" both have the id"), "{error}");
-        assert!(worker_map([named(None, "b"), named(None, "b")]).is_err(), "an engine has one place in the set");
-    }
-
-    #[test]
-    fn an_engine_is_named_once() {
-        let map = |endpoints: &[(Option<u64>, &str)]| {
-            worker_map(endpoints.iter().map(|(id, endpoint)| (id.map(WorkerId), WorkerConfig::at(*endpoint))))
-        };
-        for second in ["http://localhost:1", "http://LOCALHOST:1/", "http://127.0.0.1:1"] {
-            for id in [None, Some(7)] {
-                let error = map(&[(None, "http://127.0.0.1:1/"), (id, second)]).expect_err("the same engine");
-                assert!(error.to_string().contains(second) && error.to_string().contains("same engine"), "{error}");
-            }
-        }
-        assert!(
-            map(&[(None, "http://127.0.0.1:1"), (None, "http://127.0.0.1:2"), (None, "https://127.0.0.1:1")]).is_ok()
-        );
-        assert!(map(&[(Some(1), "opaque"), (Some(2), "opaque")]).is_ok(), "their meaning is known to the embedder");
-    }
-}

@@ -53,24 +53,3 @@ impl NamedWorker {
         Self { probe: true, ..self }
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn addresses_are_http_or_https_and_complete_the_sockets() {
-        let (endpoint, replay_endpoint) = ("tcp://*:5557".to_owned(), None);
-        let kv_events = Some(KvEventsConfig { endpoint, replay_endpoint, topic: String::new() });
-        let given = WorkerConfig { kv_events, ..WorkerConfig::at("") };
-        let worker = NamedWorker::at("https://engine/v1", &given).expect("an address");
-        assert_eq!(worker.config.endpoint, "https://engine/v1");
-        assert_eq!(worker.config.kv_events.as_ref().expect("given").endpoint, "tcp://engine:5557");
-        assert!(!worker.probe && worker.probed().probe);
-        for (url, rule) in [("ftp://e", "must be http or https"), ("https://me:pw@e", "password"), ("https://", "host")]
-        {
-            let refused = NamedWorker::at(url, &given).expect_err("must be refused").to_string();
-            assert!(refused.contains(rule), "{refused}");
-        }
-    }
-}

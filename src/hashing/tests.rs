@@ -89,29 +89,6 @@ proptest! {
     }
 
     #[test]
-    fn iterator_and_collected_hashes_are_equal(case in cases()) {
-        let (hasher, mm) = (case.hasher(), MmBlocks::listed(case.mm.clone()));
-        let mut one_by_one = hasher.hashes(&case.tokens, &mm);
-        let collected = hasher.block_hashes(&case.tokens, &mm);
-        for (block_idx, &hash) in collected.iter().enumerate() {
-            prop_assert_eq!(one_by_one.len(), collected.len() - block_idx);
-            prop_assert_eq!(one_by_one.next(), Some(hash));
-        }
-        prop_assert_eq!(one_by_one.next(), None);
-    }
-
-    #[test]
-    fn partial_tail_is_ignored(case in cases(), tail in vec(any::<u32>(), 0..600)) {
-        let (hasher, mm) = (case.hasher(), MmBlocks::listed(case.mm.clone()));
-        let before = hasher.block_hashes(&case.tokens, &mm);
-        let complete = hasher.scheme().prompt_tokens_min(before.len());
-        let mut tokens = case.tokens[..complete].to_vec();
-        prop_assert_eq!(&hasher.block_hashes(&tokens, &mm)[..], &before[..]);
-        tokens.extend(tail.iter().take(case.block_size as usize - 1));
-        prop_assert_eq!(&hasher.block_hashes(&tokens, &mm)[..], &before[..]);
-    }
-
-    #[test]
     fn length_and_block_count_are_inverse(block_size in 1..600_u32, is_eagle: bool, blocks in 0..5000_usize) {
         let scheme = HashScheme { is_eagle, ..HashScheme::new(size(block_size)) };
         let prompt_tokens = scheme.prompt_tokens_min(blocks);
@@ -185,15 +162,6 @@ fn runs_beyond_the_last_hash_reuse_it() {
     assert_eq!(fill(&[]), (3, [5, 1, 5, 5, 2, 5]));
     assert_eq!(fill(&[7, 8]), (3, [1_000_007, 1, 1_000_008, 1_000_008, 2, 1_000_008]));
     assert_eq!(fill(&[7, 8, 9, 10]), (3, [1_000_007, 1, 1_000_008, 1_000_008, 2, 1_000_009]));
-}
-
-#[test]
-fn only_hexadecimal_ids_of_64_characters_are_digests() {
-    let digest = "FFEE".repeat(16);
-    assert_eq!(MmSpan::hash_of_id(&digest), Some(0xffee_ffee_ffee_ffee));
-    for id in [digest.replace('F', "g"), format!("+{}", &digest[1..]), digest[1..].to_string()] {
-        assert_eq!(MmSpan::hash_of_id(&id), Some(xxh3_64(id.as_bytes())), "{id}");
-    }
 }
 
 #[test]

@@ -159,14 +159,6 @@ mod tests {
     }
 
     #[test]
-    fn idle_actor_never_hangs() {
-        let mut detector = HangDetector::default();
-        assert!((0..100).all(|_| sampled(&mut detector, 2, false).is_none()));
-        // Work that has just arrived gets the whole time.
-        assert!((0..HangDetector::SAMPLES - 1).all(|_| sampled(&mut detector, 2, true).is_none()));
-    }
-
-    #[test]
     fn any_progress_restarts_the_count() {
         let mut detector = HangDetector::default();
         for progress in 0..50 {
@@ -196,16 +188,6 @@ mod tests {
         assert_eq!(detector.hung().collect::<Vec<_>>(), [ACTOR]);
         assert_eq!(sampled(&mut detector, 9, false), Some(HangChange::Ended));
         assert_eq!(sampled(&mut detector, 10, false), None);
-        assert_eq!(detector.hung().count(), 0);
-    }
-
-    #[test]
-    fn removed_actor_is_forgotten() {
-        let mut detector = HangDetector::default();
-        (0..=HangDetector::SAMPLES).for_each(|_| {
-            let _ = sampled(&mut detector, 9, true);
-        });
-        detector.retain(&[WatchedActor::Scheduler]);
         assert_eq!(detector.hung().count(), 0);
     }
 }

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use super::*;
 use crate::config::{EventMode, PoolRole};
-use crate::protocol::{BlockSizeOrigin, KvEventsConfig, PoolBlockSize, WorkerMap, WorkerRole};
+use crate::protocol::{BlockSizeOrigin, KvEventsConfig, PoolBlockSize, WorkerRole};
 
 const RULES: MembershipRules = MembershipRules {
     role: PoolRole::Decode,
@@ -159,10 +159,6 @@ impl Pool {
         self.request(|reply| MembershipInput::Upsert { worker, config, reply })
     }
 
-    fn reply(&self, to: u32) -> Option<Result<usize, MembershipError>> {
-        self.done.replies.iter().find(|(reply, _)| *reply == to).map(|(_, result)| result.clone())
-    }
-
     /// Acknowledges all retirements.
     fn retire_all(&mut self) {
         for (slot, generation) in self.done.retiring.clone() {
@@ -194,29 +190,6 @@ fn publishing(endpoint: &str) -> WorkerConfig {
     let kv_events =
         Some(KvEventsConfig { endpoint: "tcp://h:5557".to_owned(), replay_endpoint: None, topic: String::new() });
     WorkerConfig { kv_events, ..WorkerConfig::at(endpoint) }
-}
-
-#[test]
-fn a_lost_drain_acknowledgement_is_requested_again() {
-    let mut pool = Pool::new(RULES, 0);
-    pool.upsert(1, WorkerConfig::at("a"));
-    let deadline = Duration::from_secs(1);
-    let drained = pool.request(|reply| MembershipInput::Drain { worker: WorkerId(1), deadline, reply });
-    let (slot, generation) = pool.done.draining.remove(0);
-    let ack = |rank_bookings| MembershipInput::RankDrained { slot, generation, rank_bookings, worker_bookings: 0 };
-    pool.step(ack(2));
-    assert_eq!((pool.done.draining.len(), pool.endpoints().len()), (1, 1));
-    pool.step(ack(0));
-    assert_eq!(pool.endpoints(), []);
-    pool.retire_all();
-    assert_eq!(pool.reply(drained), Some(Ok(0)));
-    // Cause of a leak of one entry per drain in routers without discovery.
-    let forgotten = pool.request(|reply| MembershipInput::Undrain { worker: WorkerId(1), reply });
-    assert_eq!(pool.reply(forgotten), Some(Err(MembershipError::UnknownWorker(WorkerId(1)))), "no source names it");
-    let (worker, drain) = pool.done.timers[0];
-    pool.step(MembershipInput::DrainTimedOut { worker, drain, worker_bookings: 0 });
-    let rejected = pool.request(|reply| MembershipInput::Drain { worker: WorkerId(1), deadline, reply });
-    assert_eq!(pool.reply(rejected), Some(Err(MembershipError::UnknownWorker(WorkerId(1)))));
 }
 
 #[test]
@@ -272,53 +245,6 @@ fn only_readers_of_changed_ranks_are_replaced() {
 }
 
 #[test]
-fn a_reader_follows_the_configuration_and_has_a_separate_restart_budget() {
-    let mut pool = Pool::new(RULES, 0);
-    pool.upsert(1, publishing("a"));
-    let slot = Slot(0);
-    (0..6).for_each(|_| pool.die(Child::Reader(slot), at(1)));
-    assert_eq!((pool.done.abandoned.clone(), pool.done.failed), (vec![slot], false));
-    pool.upsert(1, WorkerConfig { total_kv_blocks: Some(7), ..publishing("a") });
-    pool.die(Child::Reader(slot), at(2));
-    assert_eq!(pool.done.abandoned.len(), 1, "another configuration has another budget");
-    pool.upsert(1, WorkerConfig::at("a"));
-    assert_eq!((pool.done.readers.len(), pool.done.cleared.clone()), (0, vec![slot]));
-    let mut unread = Pool::new(MembershipRules { reads_kv_events: false, ..RULES }, 0);
-    unread.upsert(1, publishing("a"));
-    assert!(unread.done.readers.is_empty());
-    let mut without_reader = Pool::new(MembershipRules { has_reader: false, ..RULES }, 0);
-    let rejected = without_reader.upsert(1, publishing("a"));
-    assert!(without_reader.reply(rejected).is_some_and(|result| result.is_err()));
-}
-
-#[test]
-fn the_router_fails_when_the_restart_budget_is_spent() {
-    let mut pool = Pool::new(RULES, 0);
-    pool.die(Child::Scheduler, at(0));
-    pool.die(Child::Health, at(9));
-    pool.die(Child::Scheduler, at(11));
-    assert_eq!((pool.membership.incarnation(Child::Scheduler), pool.done.failed), (2, false));
-    pool.die(Child::EngineLoads, at(12));
-    assert!(pool.done.failed);
-}
-
-#[test]
-fn ranks_of_a_dead_shard_are_cold_until_their_blocks_are_sent_to_its_successor() {
-    for (event_mode, cold) in [(EventMode::Off, 0), (EventMode::Auto, 1), (EventMode::On, 2)] {
-        let mut pool = Pool::new(MembershipRules { event_mode, ..RULES }, 0);
-        pool.upsert(1, WorkerConfig { data_parallel_size: 2, ..WorkerConfig::at("a") });
-        pool.die(Child::IndexShard(0), at(1));
-        assert_eq!(pool.done.cold.len(), cold);
-        assert_eq!(pool.done.restarted[0].1.len(), cold);
-        let rank = WorkerRank::new(WorkerId(1), 0);
-        pool.step(MembershipInput::RankWarmed { rank, shard: 0, incarnation: 0 });
-        assert_eq!(pool.done.cold.len(), cold, "sent to the dead shard");
-        pool.step(MembershipInput::RankWarmed { rank, shard: 0, incarnation: 1 });
-        assert_eq!(pool.done.cold.len(), cold.saturating_sub(1));
-    }
-}
-
-#[test]
 fn unstated_capacity_is_reported_once() {
     let mut pool = Pool::new(RULES, 0);
     pool.upsert(1, WorkerConfig { max_num_batched_tokens: Some(1), ..WorkerConfig::at("a") });
@@ -344,36 +270,4 @@ fn the_age_of_a_set_begins_with_the_first_error_after_it() {
     pool.step_at(MembershipInput::SourceUpdated { source: 0, update }, at(9));
     let status = &pool.done.sources[0];
     assert_eq!((status.failing_since, status.stale_for(at(10))), (None, std::time::Duration::ZERO));
-}
-
-/// A set of one worker at `a`, drained or not.
-fn draining(drain: bool) -> SourceUpdate {
-    SourceUpdate::Workers(WorkerMap::from([(WorkerId(1), WorkerConfig { drain, ..WorkerConfig::at("a") })]))
-}
-
-impl Pool {
-    fn update(&mut self, update: SourceUpdate) {
-        self.step(MembershipInput::SourceUpdated { source: 0, update });
-        self.step(MembershipInput::Reconcile);
-    }
-}
-
-#[test]
-fn a_drain_by_a_source_ends_at_its_deadline() {
-    let mut pool = Pool::new(RULES, 1);
-    pool.update(draining(false));
-    pool.update(draining(true));
-    let (worker, drain) = pool.done.timers[0];
-    pool.step(MembershipInput::DrainTimedOut { worker, drain, worker_bookings: 3 });
-    assert_eq!(pool.endpoints(), []);
-    let cut_off = MembershipReport::CutOff { worker, endpoint: Some("a".to_owned()), bookings: 3 };
-    assert!(pool.done.reports.contains(&cut_off));
-}
-
-#[test]
-fn only_sources_drain_by_configuration() {
-    let mut pool = Pool::new(RULES, 0);
-    let refused = pool.upsert(1, WorkerConfig { drain: true, ..WorkerConfig::at("a") });
-    let error = pool.reply(refused).expect("answered").expect_err("refused").to_string();
-    assert!(error.contains("drain is true, must be false"), "{error}");
 }

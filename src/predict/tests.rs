@@ -43,11 +43,3 @@ fn a_prompt_in_use_is_remembered_once() {
     book(&mut predictions, 2, &entry(10..14, 0));
     assert_eq!(depth(&predictions, &prompt), 0);
 }
-
-#[test]
-fn messages_of_another_generation_are_ignored() {
-    let mut predictions = modelled(4);
-    predictions.routed(SLOT, Generation(0), Some(BookingId(1)), &entry(0..4, 0), &Index::new(), NOW);
-    predictions.released(BookingId(1), NOW);
-    assert_eq!(predictions.counts(), SpeculationCounts::default());
-}

@@ -9,8 +9,9 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
-use pointsman::internals::config::IndexConfig;
-use pointsman::internals::config::{HealthConfig, QueueConfig, RecorderConfig, SessionConfig, SpeculativeConfig};
+use pointsman::internals::config::{
+    HealthConfig, IndexConfig, QueueConfig, RecorderConfig, SessionConfig, SpeculativeConfig,
+};
 use pointsman::protocol::{EngineHash, KvEvent, RouterEvent, StorageTier, WorkerConfig, WorkerId};
 use pointsman::test_support::{mix, rank};
 use pointsman::{AddRequest, Outcome, Placement, Prompt, RequestOptions, RouteRequest, Router, RouterConfig};

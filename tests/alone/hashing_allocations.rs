@@ -3,8 +3,7 @@
 use std::num::NonZeroU32;
 
 use pointsman::hashing::HashScheme;
-use pointsman::internals::hashing::sequence_hashes;
-use pointsman::internals::hashing::{BlockHasher, MmBlocks};
+use pointsman::internals::hashing::{BlockHasher, MmBlocks, sequence_hashes};
 use stats_alloc::Region;
 
 use crate::{ALLOCATOR, alone};

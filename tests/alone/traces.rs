@@ -7,14 +7,14 @@ use std::fmt::Debug;
 use std::sync::{Arc, Mutex};
 
 use pointsman::test_support::rank;
-use pointsman::{Prompt, RouteRequest, RouterConfig};
+use pointsman::{Prompt, RouteRequest};
 use serde_json::Value;
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber};
 
 use crate::alone;
-use crate::common::{config, router, stored, tokens};
+use crate::common::{config, config_with, router, stored, tokens};
 
 /// Fields of one span or event, including its target.
 #[derive(Clone, Debug, Default)]
@@ -87,7 +87,7 @@ fn traced(level: Level, scenario: impl AsyncFnOnce()) -> (Vec<Seen>, Vec<Seen>) 
 fn every_request_has_a_span_and_shows_hashes_never_tokens() {
     let prompt = tokens(7, 20);
     let (spans, events) = traced(Level::DEBUG, async || {
-        let router = router(RouterConfig { pool: "chat".to_owned(), ..config() }, 2).await;
+        let router = router(config_with(|c| c.pool = "chat".to_owned()), 2).await;
         router.apply_events(vec![stored(rank(1), &prompt)]).await.expect("up");
         let placed = router.route(RouteRequest::new("req-1", Prompt::Tokens(&prompt))).await.expect("placed");
         router.route(RouteRequest::new("req-1", Prompt::Tokens(&prompt))).await.expect_err("the id is taken");
@@ -135,7 +135,7 @@ fn disabled_spans_are_not_created() {
 fn a_sampled_decision_is_one_event_with_its_record_as_json() {
     let prompt = tokens(1, 20);
     let (_, events) = traced(Level::INFO, async || {
-        let router = router(RouterConfig { decision_trace: 1.0, ..config() }, 3).await;
+        let router = router(config_with(|c| c.decision_trace = 1.0), 3).await;
         router.apply_events(vec![stored(rank(2), &prompt[..40])]).await.expect("up");
         drop(router.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect("placed"));
     });

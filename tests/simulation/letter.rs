@@ -5,7 +5,6 @@ use std::collections::BTreeSet;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use pointsman::Outcome;
 use pointsman::internals::directory::Lease;
 use pointsman::internals::load::PromptBlocks;
 use pointsman::internals::membership::{Child, MembershipInput};
@@ -16,10 +15,10 @@ use pointsman::internals::shell::shard::ShardMsg;
 use pointsman::internals::snapshot::RankSnapshot;
 use pointsman::protocol::{BlockHash, Timestamp, WorkerId, WorkerRank};
 use pointsman::{
-    Decision,
+    Decision, Outcome, ReplicaLife,
+    internals::replica::LoadSummary,
     internals::schedule::{LoadAnswer, Request},
 };
-use pointsman::{ReplicaLife, internals::replica::LoadSummary};
 
 use crate::gateway::{Entry, EntrySource, LoadQuery, OverlapQuery, ToScheduler};
 use crate::prompt::Prompt;

@@ -3,8 +3,9 @@
 
 use pointsman::RouterConfig;
 use pointsman::config::{QueueClass, QueueOrder, SessionAffinity};
-use pointsman::internals::config::IndexConfig;
-use pointsman::internals::config::{HealthConfig, LoadConfig, QueueConfig, SessionConfig, SupervisionConfig};
+use pointsman::internals::config::{
+    HealthConfig, IndexConfig, LoadConfig, QueueConfig, SessionConfig, SupervisionConfig,
+};
 use pointsman::policy::Policy;
 use pointsman_trial::workload::Rng;
 

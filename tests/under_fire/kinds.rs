@@ -7,16 +7,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use pointsman::EngineReading;
 use pointsman::config::{EventMode, SpeculativeModel};
-use pointsman::internals::config::IndexConfig;
-use pointsman::internals::config::{EventsConfig, HealthConfig, LoadConfig, QueueConfig, SpeculativeConfig};
+use pointsman::internals::config::{
+    EventsConfig, HealthConfig, IndexConfig, LoadConfig, QueueConfig, SpeculativeConfig,
+};
 use pointsman::internals::{FaultMoment, MemoryFaults, MemoryNetwork};
 use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::test_support::rank;
-use pointsman::{AddRequest, Fault, Placement, Prompt, RequestOptions, RouteRequest, Router, RouterConfig};
-use pointsman::{Constraints, RankConditions};
-use pointsman::{Outcome, ReplicaId, ReplicaLife, SessionId};
+use pointsman::{
+    AddRequest, Constraints, EngineReading, Fault, Outcome, Placement, Prompt, RankConditions, ReplicaId, ReplicaLife,
+    RequestOptions, RouteRequest, Router, RouterConfig, SessionId,
+};
 use tokio::time::Instant;
 
 use super::sources::OF_READERS;

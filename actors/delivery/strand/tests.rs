@@ -1,98 +1,9 @@
-use std::cell::Cell;
-use std::sync::Barrier;
 use std::sync::atomic::AtomicU32;
-use std::time::Duration;
-
-use tokio::time::Instant;
 
 use super::*;
 
 impl DeferredReply for () {
     fn deliver(self) {}
-}
-
-struct Idle;
-
-impl ActorState for Idle {
-    type Msg = Arc<u32>;
-    type Deferred = ();
-
-    fn step(&mut self, _: Arc<u32>) -> Option<()> {
-        None
-    }
-}
-
-thread_local! {
-    /// Extra delay before this thread releases the state lock, to widen the window for a missed message or close.
-    static LINGER: Cell<Duration> = const { Cell::new(Duration::ZERO) };
-}
-
-pub(super) fn linger() {
-    let (began, time) = (Instant::now(), LINGER.get());
-    while began.elapsed() < time {
-        std::hint::spin_loop();
-    }
-}
-
-/// A race of three senders against one close.
-#[derive(Clone, Copy)]
-struct Race {
-    rounds: usize,
-    /// Messages queued before the race.
-    queued: u32,
-    /// Messages of each sender.
-    messages: u32,
-    linger: Duration,
-}
-
-impl Race {
-    /// Number of rounds that left a message or the state behind.
-    fn stranded(self) -> usize {
-        const SENDERS: usize = 3;
-        let (start, end) = (Barrier::new(SENDERS + 1), Barrier::new(SENDERS + 1));
-        let current: Mutex<Arc<Strand<Idle>>> = Mutex::new(Strand::closed());
-        let send = || {
-            LINGER.set(self.linger);
-            for _ in 0..self.rounds {
-                start.wait();
-                let strand = Arc::clone(&current.lock().expect("no panic"));
-                (0..self.messages).for_each(|n| strand.tell(Arc::new(n)));
-                end.wait();
-            }
-        };
-        let close = |_: &usize| {
-            let strand = Strand::closed();
-            *strand.first.state.lock().expect("no panic") = Some(Idle);
-            (0..self.queued).for_each(|n| strand.push(Envelope::Msg(Arc::new(n))));
-            *current.lock().expect("no panic") = Arc::clone(&strand);
-            start.wait();
-            strand.close();
-            end.wait();
-            let state_is_left = strand.first.state.lock().expect("no panic").is_some();
-            strand.waiting.load(Ordering::SeqCst) > 0 || !strand.inbox().is_empty() || state_is_left
-        };
-        std::thread::scope(|scope| {
-            (0..SENDERS).for_each(|_| drop(scope.spawn(send)));
-            LINGER.set(self.linger);
-            let stranded = (0..self.rounds).filter(close).count();
-            LINGER.set(Duration::ZERO);
-            stranded
-        })
-    }
-}
-
-/// `POINTSMAN_STRAND_CLOSES` sets the number of closes at full speed. Most have few queued messages, some more than
-/// `INLINE_DRAIN_MAX`, which a sender leaves to the actor.
-#[test]
-#[expect(clippy::disallowed_methods, reason = "test effort is not router configuration")]
-fn closing_under_load_loses_no_message_and_frees_the_state() {
-    let closes = std::env::var("POINTSMAN_STRAND_CLOSES").ok().and_then(|text| text.parse().ok()).unwrap_or(10_000);
-    for (queued, messages) in [(0, 4), (16, 1)] {
-        for (rounds, linger) in [(closes / 2, Duration::ZERO), (3_000, Duration::from_micros(20))] {
-            let stranded = Race { rounds, queued, messages, linger }.stranded();
-            assert_eq!(stranded, 0, "of {rounds} rounds, {queued} queued, {messages} sent by each, {linger:?}");
-        }
-    }
 }
 
 /// Counts its steps. A panic message panics in the middle of a step.

@@ -168,23 +168,6 @@ async fn a_slow_page_delays_no_other_and_its_late_answer_counts() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_engine_without_any_answer_is_an_error_and_keeps_its_facts() {
-    let engine = Arc::new(SlowEngine::default());
-    let (mut prober, workers) = prober_of(&engine);
-    let (complete, _) = prober.ask(&workers).await;
-    let silent =
-        SlowEngine { slow: &["/v1/models", "/metrics", "/server_info", "/kv_event_sources"], ..SlowEngine::default() };
-    prober.options.client = Arc::new(silent);
-    let (kept, errors) = prober.ask(&workers).await;
-    assert_eq!(kept, complete);
-    assert_eq!(errors.iter().map(|error| error.reason.as_str()).collect::<Vec<_>>(), ["no response within 2000 ms"]);
-    let (mut fresh, _) = prober_of(&engine);
-    fresh.options.client = Arc::clone(&prober.options.client);
-    let (none, errors) = fresh.ask(&workers).await;
-    assert_eq!((none.len(), errors.len()), (0, 1));
-}
-
-#[tokio::test(start_paused = true)]
 async fn the_requests_of_a_cancelled_round_go_on() {
     let engine = Arc::new(SlowEngine { slow: &["/v1/models"], ..SlowEngine::default() });
     let (mut prober, workers) = prober_of(&engine);

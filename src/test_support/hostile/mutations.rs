@@ -65,19 +65,3 @@ impl Mutations {
         }
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn equal_seeds_give_equal_inputs() {
-        let inputs = |seed| -> Vec<Vec<u8>> {
-            let mut mutations = Mutations::new(vec![b"a valid input".to_vec(), vec![]], seed);
-            (0..200).map(|_| mutations.next_input()).collect()
-        };
-        assert_eq!(inputs(1), inputs(1));
-        assert_ne!(inputs(1), inputs(2));
-        assert!(inputs(3).iter().all(|input| input.len() <= BYTES_MAX));
-    }
-}

@@ -4,14 +4,13 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use pointsman::SessionId;
 use pointsman::internals::directory::{Ended, Lease, LeaseState};
 use pointsman::internals::load::PromptBlocks;
 use pointsman::internals::shell::scheduler::SchedulerMsg;
 use pointsman::internals::shell::shard::ShardMsg;
 use pointsman::protocol::Timestamp;
 use pointsman::{
-    Decision,
+    Decision, SessionId,
     internals::schedule::{Request, ResolvedOptions, Waits},
 };
 

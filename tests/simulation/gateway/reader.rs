@@ -4,18 +4,14 @@ use std::collections::{BTreeMap, VecDeque};
 use std::rc::Rc;
 use std::time::Duration;
 
-use pointsman::RouterConfig;
 use pointsman::internals::protocol::Slot;
 use pointsman::internals::shell::reader::{ReaderEffect, ReaderShell};
 use pointsman::internals::shell::shard::ShardMsg;
 use pointsman::internals::wire::{DecoderLimits, WireConfig};
 use pointsman::protocol::{KvEvent, RouterEvent, StorageTier, WorkerRank};
 use pointsman::{
-    Backoff, StreamState,
+    Backoff, RouterConfig, Snapshot, StreamState,
     internals::ingest::{IngestInput, SourceConfig},
-};
-use pointsman::{
-    Snapshot,
     internals::snapshot::{RankSnapshot, SnapshotLayout},
 };
 

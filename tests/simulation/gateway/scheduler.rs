@@ -4,7 +4,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::rc::{Rc, Weak};
 use std::sync::Arc;
 
-use pointsman::RankConditions;
 use pointsman::internals::directory::{Lease, LeaseState};
 use pointsman::internals::health::Exclusions;
 use pointsman::internals::protocol::{Generation, Slot, TimeSource};
@@ -15,7 +14,7 @@ use pointsman::internals::shell::sequence::{Book, SequenceMsg};
 use pointsman::internals::shell::shard::ShardMsg;
 use pointsman::protocol::{Timestamp, WorkerRank};
 use pointsman::{
-    Decision,
+    Decision, RankConditions,
     internals::schedule::{Admission, Effect, Extensions, LiveLoads, LoadAnswer, Request, Schedule},
 };
 
