@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use pointsman_gateway::tokens::{NoTokensError, PromptTokenizer};
+use pointsman_gateway::tokens::PromptTokenizer;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
@@ -33,8 +33,8 @@ impl Tokenizer {
     }
 }
 
-fn ids(py: Python<'_>, ids: Result<Vec<u32>, NoTokensError>) -> PyResult<Bound<'_, PyBytes>> {
-    let ids = ids.map_err(|error| Failure::new("InvalidArgument", "no_tokens", error.to_string()).raise(py))?;
+fn ids(py: Python<'_>, ids: Result<Vec<u32>, String>) -> PyResult<Bound<'_, PyBytes>> {
+    let ids = ids.map_err(|error| Failure::new("InvalidArgument", "no_tokens", error).raise(py))?;
     PyBytes::new_with(py, 4 * ids.len(), |bytes| {
         bytes.chunks_exact_mut(4).zip(&ids).for_each(|(bytes, id)| bytes.copy_from_slice(&id.to_ne_bytes()));
         Ok(())

@@ -38,7 +38,7 @@ impl Keys {
 /// Cached parts.
 pub(super) struct Cache {
     parts: LruCache<Key, Arc<[u32]>, RandomState>,
-    bytes: usize,
+    pub(super) bytes: usize,
     bytes_max: usize,
 }
 
@@ -66,11 +66,6 @@ impl Cache {
             self.bytes -= entry_bytes(&oldest);
         }
     }
-
-    /// Current size.
-    pub(super) fn bytes(&self) -> usize {
-        self.bytes
-    }
 }
 
 fn entry_bytes(ids: &[u32]) -> usize {
@@ -90,12 +85,12 @@ mod tests {
         cache.put(b, &[3, 4]);
         assert_eq!(cache.get(a).as_deref(), Some(&[1, 2][..]));
         cache.put(c, &[5, 6]);
-        assert_eq!(cache.bytes(), 2 * (ENTRY_BYTES + 8));
+        assert_eq!(cache.bytes, 2 * (ENTRY_BYTES + 8));
         assert_eq!([a, b, c].map(|key| cache.get(key).is_some()), [true, false, true]);
         // A repeated part takes no further space, and an oversized part none.
         cache.put(c, &[5, 6]);
         cache.put(b, &[0; 1_000]);
-        assert_eq!((cache.bytes(), cache.get(b)), (2 * (ENTRY_BYTES + 8), None));
+        assert_eq!((cache.bytes, cache.get(b)), (2 * (ENTRY_BYTES + 8), None));
     }
 
     #[test]

@@ -79,9 +79,9 @@ pub(super) fn bytes(parts: &ChatParts) -> usize {
 /// Reason why a local template would render a different text, as far as known without parsing.
 pub(super) fn refused(parts: &ChatParts) -> Result<(), NoTokens> {
     if parts.has_own_template {
-        return Err(NoTokens::OwnTemplate);
+        return Err(NoTokens::OWN_TEMPLATE);
     }
-    if bytes(parts) <= PROMPT_BYTES_MAX { Ok(()) } else { Err(NoTokens::TooLong) }
+    if bytes(parts) <= PROMPT_BYTES_MAX { Ok(()) } else { Err(NoTokens::TOO_LONG) }
 }
 
 /// Form of media parts in the messages for a template.
@@ -147,7 +147,7 @@ pub(super) fn text_only(parts: &ChatParts) -> Result<(), NoTokens> {
 }
 
 fn json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, NoTokens> {
-    serde_json::from_slice(bytes).map_err(|_| NoTokens::Malformed)
+    serde_json::from_slice(bytes).map_err(|_| NoTokens::MALFORMED)
 }
 
 impl Message {
@@ -217,7 +217,7 @@ fn joined(pieces: Vec<Piece>, media: MediaForm<'_>, by_spaces: bool) -> Result<S
         match (piece, media) {
             (Piece::Text(text), _) => texts.push(text),
             (Piece::Media(_), MediaForm::Accepted(Some(placeholder))) => lines.push(placeholder.to_owned()),
-            (Piece::Media(_), MediaForm::Accepted(None) | MediaForm::Rejected) => return Err(NoTokens::Multimodal),
+            (Piece::Media(_), MediaForm::Accepted(None) | MediaForm::Rejected) => return Err(NoTokens::MULTIMODAL),
         }
     }
     lines.extend(texts);
@@ -244,18 +244,18 @@ impl ContentPart {
                 "thinking" => Ok(thinking.map(Piece::Text)),
                 kind => match (MediaKind::of_part(kind), media) {
                     (Some(kind), MediaForm::Accepted(_)) => Ok(Some(Piece::Media(kind))),
-                    (Some(_) | None, _) => Err(NoTokens::Multimodal),
+                    (Some(_) | None, _) => Err(NoTokens::MULTIMODAL),
                 },
             },
-            Self::Typed { kind: None, .. } => Err(NoTokens::Multimodal),
+            Self::Typed { kind: None, .. } => Err(NoTokens::MULTIMODAL),
         }
     }
 }
 
 /// A call in an earlier response, with arguments as JSON text.
 fn tool_call(call: &Value) -> Result<Value, NoTokens> {
-    let function = call.get_attr("function").map_err(|_| NoTokens::Malformed)?;
-    let arguments = function.get_attr("arguments").map_err(|_| NoTokens::Malformed)?;
+    let function = call.get_attr("function").map_err(|_| NoTokens::MALFORMED)?;
+    let arguments = function.get_attr("arguments").map_err(|_| NoTokens::MALFORMED)?;
     let arguments = match arguments.as_str() {
         Some(text) if !text.is_empty() => json(text.as_bytes())?,
         Some(_) | None if !arguments.is_true() => Value::from_pairs(Vec::<(Value, Value)>::new()),
@@ -266,9 +266,9 @@ fn tool_call(call: &Value) -> Result<Value, NoTokens> {
 
 /// A tool with the field order and null fields of the engine's own types.
 fn tool(tool: &Value, is_sglang: bool) -> Result<Value, NoTokens> {
-    let function = tool.get_attr("function").map_err(|_| NoTokens::Malformed)?;
+    let function = tool.get_attr("function").map_err(|_| NoTokens::MALFORMED)?;
     if tool.kind() != ValueKind::Map {
-        return Err(NoTokens::Malformed);
+        return Err(NoTokens::MALFORMED);
     }
     if function.kind() != ValueKind::Map {
         // Not a function, or the flat form of another API: unchanged.
@@ -310,7 +310,7 @@ fn ordered(map: &Value, first: &[&str]) -> Result<Value, NoTokens> {
 }
 
 /// The map with one value changed or added.
-fn with(map: &Value, name: &str, value: Value) -> Result<Value, NoTokens> {
+pub(super) fn with(map: &Value, name: &str, value: Value) -> Result<Value, NoTokens> {
     let mut fields = pairs(map)?;
     match fields.iter_mut().find(|(key, _)| key.as_str() == Some(name)) {
         Some(field) => field.1 = value,
@@ -321,8 +321,8 @@ fn with(map: &Value, name: &str, value: Value) -> Result<Value, NoTokens> {
 
 fn pairs(map: &Value) -> Result<Vec<(Value, Value)>, NoTokens> {
     if map.kind() != ValueKind::Map {
-        return Err(NoTokens::Malformed);
+        return Err(NoTokens::MALFORMED);
     }
-    let keys = map.try_iter().map_err(|_| NoTokens::Malformed)?;
-    keys.map(|key| map.get_item(&key).map(|value| (key, value)).map_err(|_| NoTokens::Malformed)).collect()
+    let keys = map.try_iter().map_err(|_| NoTokens::MALFORMED)?;
+    keys.map(|key| map.get_item(&key).map(|value| (key, value)).map_err(|_| NoTokens::MALFORMED)).collect()
 }

@@ -43,7 +43,7 @@ pub(super) struct Cutter {
     /// Id per special token; `None` if no cut may follow it.
     cuts: Vec<Option<u32>>,
     /// Texts of these special tokens.
-    cut_texts: Vec<String>,
+    pub(super) cut_texts: Vec<String>,
 }
 
 impl Cutter {
@@ -63,11 +63,6 @@ impl Cutter {
         let contents = added.iter().map(|(_, token)| token.content.as_str());
         let tokens = AhoCorasick::builder().match_kind(MatchKind::LeftmostLongest).build(contents).ok()?;
         Some(Self { tokens, cuts, cut_texts })
-    }
-
-    /// Special tokens with a cut point after them.
-    pub(super) fn cut_texts(&self) -> &[String] {
-        &self.cut_texts
     }
 
     /// Splits the text into parts of at least `bytes_min` bytes, except the last. Each cut depends only on the text

@@ -80,7 +80,7 @@ pub(super) enum TokenizeError {
     #[error("the response has no list of tokens")]
     Unreadable,
     /// Failure in the gateway, independent of the worker: invalid query, or no free thread.
-    #[error("the gateway cannot send the query: {}", .0.name())]
+    #[error("the gateway cannot send the query: {}", .0.name)]
     Local(NoTokens),
 }
 
@@ -161,12 +161,12 @@ impl Client {
 
 impl TokenizeRequest<'_> {
     fn encoded(&self) -> Result<Bytes, NoTokens> {
-        serde_json::to_vec(self).map(Bytes::from).map_err(|_| NoTokens::Malformed)
+        serde_json::to_vec(self).map(Bytes::from).map_err(|_| NoTokens::MALFORMED)
     }
 }
 
 fn raw(json: &Bytes) -> Result<&RawValue, NoTokens> {
-    serde_json::from_slice(json).map_err(|_| NoTokens::Malformed)
+    serde_json::from_slice(json).map_err(|_| NoTokens::MALFORMED)
 }
 
 /// The engines of one model as a tokenizer.
@@ -188,27 +188,27 @@ impl Engine {
 
     /// Whether any worker has responded so far.
     pub(super) fn is_proven(&self) -> bool {
-        [&self.texts, &self.chats].into_iter().any(|breaker| breaker.lock().is_proven())
+        [&self.texts, &self.chats].into_iter().any(|breaker| breaker.lock().is_proven)
     }
 
     /// Tokens within the client's time limit.
     pub(super) async fn tokens(&self, input: TokenizeInput<'_>) -> Result<Vec<u32>, NoTokens> {
         let breaker = match input {
-            TokenizeInput::Text(text) if text.len() > chat::PROMPT_BYTES_MAX => return Err(NoTokens::TooLong),
+            TokenizeInput::Text(text) if text.len() > chat::PROMPT_BYTES_MAX => return Err(NoTokens::TOO_LONG),
             TokenizeInput::Text(_) => &self.texts,
             TokenizeInput::Chat(parts) => {
                 chat::refused(parts)?;
                 if parts.documents.is_some() {
-                    return Err(NoTokens::Unsupported);
+                    return Err(NoTokens::UNSUPPORTED);
                 }
                 &self.chats
             }
         };
         let end = Instant::now() + self.client.within;
-        let body = timeout_at(end, self.client.body(input)).await.map_err(|_| NoTokens::Busy)??;
-        let worker = self.worker().ok_or(NoTokens::NoWorker)?;
+        let body = timeout_at(end, self.client.body(input)).await.map_err(|_| NoTokens::BUSY)??;
+        let worker = self.worker().ok_or(NoTokens::NO_WORKER)?;
         if !breaker.lock().permit_query(Instant::now()) {
-            return Err(NoTokens::EnginePaused);
+            return Err(NoTokens::ENGINE_PAUSED);
         }
         let response = with_fallback(&self.any_worker, &self.workers, worker, end, |worker| {
             let body = body.clone();
@@ -223,7 +223,7 @@ impl Engine {
             }
             Err(error) => {
                 breaker.failed(error.is_refusal(), Instant::now());
-                Err(NoTokens::EngineFailed)
+                Err(NoTokens::ENGINE_FAILED)
             }
         }
     }

@@ -23,15 +23,10 @@ const WORKER_PAUSE_MAX: Duration = Duration::from_secs(80);
 pub(super) struct Breaker {
     failures: u32,
     paused_until: Option<Instant>,
-    is_proven: bool,
+    pub(super) is_proven: bool,
 }
 
 impl Breaker {
-    /// Whether a query has ever succeeded.
-    pub(super) fn is_proven(&self) -> bool {
-        self.is_proven
-    }
-
     /// After a pause only the first query passes until it succeeds.
     pub(super) fn permit_query(&mut self, now: Instant) -> bool {
         match self.paused_until {

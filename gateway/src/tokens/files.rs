@@ -2,6 +2,7 @@
 //!
 //! Errors name the file. The tokenizer and [`template`](super::template) parse the contents.
 
+use std::fmt;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -10,7 +11,6 @@ use std::time::SystemTime;
 use minijinja::Value;
 use serde::Deserialize;
 
-use super::TokensError;
 use super::template::TemplateSources;
 
 /// Template variables that hold a token.
@@ -37,7 +37,7 @@ struct Named {
 pub(super) fn template_sources(
     tokenizer_file: &Path,
     chat_template_file: Option<&Path>,
-) -> Result<TemplateSources, TokensError> {
+) -> Result<TemplateSources, String> {
     let beside = |name: &str| tokenizer_file.with_file_name(name);
     let is_json = |path: &&Path| path.extension().is_some_and(|extension| extension == "json");
     let given_config = chat_template_file.filter(is_json);
@@ -61,7 +61,7 @@ pub(super) fn template_sources(
         }
     }
     if chat_template_file.is_some() && sources.default.is_none() && sources.tool_use.is_none() {
-        return Err(TokensError::Template(config_path, "the file has no chat_template".to_owned()));
+        return Err(unusable(&config_path, &"the file has no chat_template"));
     }
     let map_path = beside("special_tokens_map.json");
     let map = optional(&map_path)?.map(|text| json(&map_path, &text)).transpose()?;
@@ -89,9 +89,9 @@ fn token_text(token: &serde_json::Value) -> Option<&str> {
     token.as_str().or_else(|| token.get("content")?.as_str())
 }
 
-fn state(stated: &serde_json::Value, path: &Path, sources: &mut TemplateSources) -> Result<(), TokensError> {
-    let unusable = |_| TokensError::Template(path.to_owned(), "chat_template must be a string or a list".to_owned());
-    match Stated::deserialize(stated).map_err(unusable)? {
+fn state(stated: &serde_json::Value, path: &Path, sources: &mut TemplateSources) -> Result<(), String> {
+    let stated = Stated::deserialize(stated);
+    match stated.map_err(|_| unusable(path, &"chat_template must be a string or a list"))? {
         Stated::One(source) => sources.default = Some(source),
         Stated::Named(all) => {
             for Named { name, template } in all {
@@ -107,23 +107,33 @@ fn state(stated: &serde_json::Value, path: &Path, sources: &mut TemplateSources)
     Ok(())
 }
 
-fn json(path: &Path, text: &str) -> Result<serde_json::Value, TokensError> {
-    serde_json::from_str(text).map_err(|error| TokensError::Template(path.to_owned(), error.to_string()))
+fn json(path: &Path, text: &str) -> Result<serde_json::Value, String> {
+    serde_json::from_str(text).map_err(|error| unusable(path, &error))
 }
 
-pub(super) fn read(path: &Path) -> Result<String, TokensError> {
-    fs::read_to_string(path).map_err(|error| unreadable(path, error))
+pub(super) fn read(path: &Path) -> Result<String, String> {
+    fs::read_to_string(path).map_err(|error| unreadable(path, &error))
 }
 
 /// `None` for a missing file.
-fn optional(path: &PathBuf) -> Result<Option<String>, TokensError> {
+fn optional(path: &PathBuf) -> Result<Option<String>, String> {
     match fs::read_to_string(path) {
         Ok(text) => Ok(Some(text)),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(unreadable(path, error)),
+        Err(error) => Err(unreadable(path, &error)),
     }
 }
 
-fn unreadable(path: &Path, error: io::Error) -> TokensError {
-    TokensError::Read(path.to_owned(), error)
+fn unreadable(path: &Path, error: &io::Error) -> String {
+    format!("{} cannot be read: {error}", path.display())
+}
+
+/// The message about an invalid chat template.
+pub(super) fn unusable(path: &Path, problem: &dyn fmt::Display) -> String {
+    format!("{} cannot be used: {problem}", path.display())
+}
+
+/// The message about an invalid `tokenizer.json`.
+pub(super) fn no_tokenizer(path: &Path, problem: &dyn fmt::Display) -> String {
+    format!("{} is no tokenizer: {problem}", path.display())
 }

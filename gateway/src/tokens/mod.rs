@@ -50,7 +50,7 @@ use parity::{Parity, Results};
 use reason::NoTokens;
 use recent::RecentCounts;
 pub use recent::RecentPrompts;
-pub use standalone::{NoTokensError, PromptTokenizer};
+pub use standalone::PromptTokenizer;
 use threads::Pool;
 
 named! {
@@ -96,7 +96,6 @@ pub struct PromptMedia {
 
 impl PromptTokens<'_> {
     /// Limits an estimated length: an estimate is no reason for a rejection.
-    #[must_use]
     pub fn with_estimate_up_to(mut self, tokens_max: Option<u32>) -> Self {
         let PromptMedia { spans, unknown_from, .. } = &mut self.media;
         if let (Some(start), Some(tokens_max)) = (*unknown_from, tokens_max) {
@@ -116,29 +115,6 @@ impl PromptTokens<'_> {
 /// Returns the endpoint of an eligible worker that satisfies the predicate, in rotation; `None` without one. A given
 /// endpoint is excluded.
 pub type AnyWorker = Arc<dyn Fn(Option<&str>, &dyn Fn(&str) -> bool) -> Option<String> + Send + Sync>;
-
-/// Error while loading the tokenizer of a model.
-#[derive(Debug, thiserror::Error)]
-pub enum TokensError {
-    /// The source is `local` without a file.
-    #[error("tokens.source is local, must come with tokens.tokenizer_file")]
-    NoTokenizer,
-    /// Unreadable file.
-    #[error("{} cannot be read: {}", .0.display(), .1)]
-    Read(PathBuf, std::io::Error),
-    /// Invalid `tokenizer.json`.
-    #[error("{} is no tokenizer: {}", .0.display(), .1)]
-    Tokenizer(PathBuf, String),
-    /// Invalid chat template.
-    #[error("{} cannot be used: {}", .0.display(), .1)]
-    Template(PathBuf, String),
-    /// Unknown placeholder.
-    #[error("tokens.media_placeholder is {0}, must be an added token of the tokenizer")]
-    Placeholder(String),
-    /// Failure to start tokenizer threads.
-    #[error("no thread can be started: {0}")]
-    Threads(std::io::Error),
-}
 
 /// Tokenization for one model.
 pub struct Tokens {
@@ -183,10 +159,12 @@ impl Tokens {
         upstream_name: &str,
         workers: WorkerAccess,
         any_worker: AnyWorker,
-    ) -> Result<Self, TokensError> {
+    ) -> Result<Self, String> {
         let meters = Arc::new(TokenMeters::new(upstream_name));
         let within = Duration::from_millis(settings.engine_timeout_ms);
-        let pool = || Pool::start(settings.threads).map(Arc::new).map_err(TokensError::Threads);
+        let pool = || {
+            Pool::start(settings.threads).map(Arc::new).map_err(|error| format!("no thread can be started: {error}"))
+        };
         let (mut parity, stamps) = (None, stamps_of(settings));
         let inline_system = InlineSystem::new(workers.clone(), Arc::clone(&any_worker), upstream_name);
         let source = match (settings.source, &settings.tokenizer_file) {
@@ -195,7 +173,9 @@ impl Tokens {
                 engine: Box::new(Engine::new(Client::new(workers, upstream_name, within, pool()?), any_worker)),
                 is_tried: settings.source == TokenSourceChoice::Auto,
             },
-            (TokenSourceChoice::Local, None) => return Err(TokensError::NoTokenizer),
+            (TokenSourceChoice::Local, None) => {
+                return Err("tokens.source is local, must come with tokens.tokenizer_file".to_owned());
+            }
             (TokenSourceChoice::Local | TokenSourceChoice::Auto, Some(file)) => {
                 let local = Arc::new(load(file, settings, upstream_name, &meters).await?);
                 let (pool, results) = (pool()?, Arc::new(Results::default()));
@@ -235,14 +215,12 @@ impl Tokens {
     }
 
     /// Whether a file of the local tokenizer has changed since it was read.
-    #[must_use]
     pub fn is_outdated(&self, settings: &TokensSettings) -> bool {
         matches!(self.source, Source::Local { .. }) && stamps_of(settings) != self.stamps
     }
 
     /// Token source of prompts without token ids. With source `auto` and no tokenizer it is `None` until a worker has
     /// responded.
-    #[must_use]
     pub fn source(&self) -> TokenSource {
         match &self.source {
             Source::Local { .. } if self.fallback().is_some() => TokenSource::Engine,
@@ -253,10 +231,9 @@ impl Tokens {
     }
 
     /// Whether the chat template takes system messages after the first; `None` if unknown.
-    #[must_use]
     pub fn takes_inline_system(&self) -> Option<bool> {
         match &self.source {
-            Source::Local { local, .. } if local.has_template() => Some(local.takes_inline_system()),
+            Source::Local { local, .. } if local.has_template() => Some(local.takes_inline_system),
             _ => self.inline_system.known(),
         }
     }
@@ -270,7 +247,6 @@ impl Tokens {
     }
 
     /// Problems that cost cache hits, as sentences.
-    #[must_use]
     pub fn warnings(&self) -> Vec<String> {
         let mut warnings = Vec::new();
         if let Source::Local { results, fallback, .. } = &self.source
@@ -290,7 +266,6 @@ impl Tokens {
     }
 
     /// Prompts of the last minute.
-    #[must_use]
     pub fn recent(&self) -> RecentPrompts {
         self.recent.recent(Instant::now())
     }
@@ -331,13 +306,13 @@ impl Tokens {
                 PromptTokens { ids: Cow::Owned(ids), source, missing: None, media }
             }
             Err(reason) => {
-                self.meters.without_tokens(reason.name());
+                self.meters.without_tokens(reason.name);
                 // The choice of the operator is no problem.
-                if reason != NoTokens::Off {
+                if reason != NoTokens::OFF {
                     self.recent.without_tokens(reason);
                 }
                 let (ids, media) = (Cow::Borrowed(&[][..]), PromptMedia::default());
-                PromptTokens { ids, source: TokenSource::None, missing: Some(reason.name()), media }
+                PromptTokens { ids, source: TokenSource::None, missing: Some(reason.name), media }
             }
         }
     }
@@ -350,12 +325,12 @@ impl Tokens {
         let text_only = |source| move |ids| (ids, PromptMedia::default(), source);
         let input = match prompt {
             ClientPrompt::Tokens(ids) => return Ok(text_only(TokenSource::Request)(ids.clone())),
-            ClientPrompt::Opaque(reason) => return Err(NoTokens::Opaque(reason)),
+            ClientPrompt::Opaque(reason) => return Err(NoTokens::of(reason)),
             ClientPrompt::Text(text) => TokenizeInput::Text(text),
             ClientPrompt::Chat(parts) => TokenizeInput::Chat(parts),
         };
         match &self.source {
-            Source::None => Err(NoTokens::Off),
+            Source::None => Err(NoTokens::OFF),
             Source::Local { local, pool, .. } => {
                 // Other tokens still serve for the length of the prompt, and as names of blocks placed by this gateway.
                 if let Some(engine) = self.fallback()
@@ -388,7 +363,7 @@ impl Tokens {
     ) -> Result<(Vec<u32>, PromptMedia, TokenSource), NoTokens> {
         match chat::refused(parts) {
             // The data of media is removed before the length is checked again.
-            Err(NoTokens::TooLong) if media::may_occur(parts) => {}
+            Err(NoTokens::TOO_LONG) if media::may_occur(parts) => {}
             checked => checked?,
         }
         let (local, parts) = (Arc::clone(local), parts.clone());
@@ -414,7 +389,7 @@ fn stamps_of(settings: &TokensSettings) -> Vec<Stamp> {
 async fn tokenise(local: &Arc<Local>, pool: &Pool, text: &str) -> Result<Vec<u32>, NoTokens> {
     // Checked before the copy.
     if text.len() > chat::PROMPT_BYTES_MAX {
-        return Err(NoTokens::TooLong);
+        return Err(NoTokens::TOO_LONG);
     }
     let (local, text) = (Arc::clone(local), text.to_owned());
     pool.run(move || local.text(&text)).await
@@ -425,17 +400,16 @@ async fn load(
     settings: &TokensSettings,
     model: &str,
     meters: &Arc<TokenMeters>,
-) -> Result<Local, TokensError> {
+) -> Result<Local, String> {
     let (file, template) = (tokenizer_file.to_owned(), settings.chat_template_file.clone());
     let (bytes_max, meters) = (settings.cache_bytes_max, Arc::clone(meters));
     let reading =
         tokio::task::spawn_blocking(move || Local::load(&file, template.as_deref(), bytes_max, wall_clock_s, meters));
-    let failed = |error: tokio::task::JoinError| TokensError::Tokenizer(tokenizer_file.to_owned(), error.to_string());
-    let mut local = reading.await.map_err(failed)??;
+    let mut local = reading.await.map_err(|error| files::no_tokenizer(tokenizer_file, &error))??;
     if let Some(placeholder) = &settings.media_placeholder
         && !local.set_placeholder(placeholder)
     {
-        return Err(TokensError::Placeholder(placeholder.clone()));
+        return Err(format!("tokens.media_placeholder is {placeholder}, must be an added token of the tokenizer"));
     }
     if !local.has_template() {
         tracing::warn!(model, "chats are routed by load only: the model has no chat template");

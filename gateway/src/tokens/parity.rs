@@ -220,9 +220,9 @@ impl Parity {
         let ours = match self.ours(input).await {
             Ok(ids) => ids,
             // No conclusion about the tokenizer.
-            Err(NoTokens::Busy) => return Err(()),
+            Err(NoTokens::BUSY) => return Err(()),
             Err(reason) => {
-                let reason = reason.name();
+                let reason = reason.name;
                 tracing::warn!(model = self.model, sample, reason, "the local tokenizer failed on the sample");
                 Vec::new()
             }

@@ -42,7 +42,6 @@ pub struct RecentPrompts {
 
 impl RecentPrompts {
     /// Whether so many prompts have no tokens that an operator should act.
-    #[must_use]
     pub fn is_problem(&self) -> bool {
         let is_enough = self.prompts >= PROMPTS_MIN || self.missing * 2 >= self.prompts;
         self.missing > 0 && is_enough && self.missing * 100 >= self.prompts * PERCENT_MIN
@@ -91,7 +90,7 @@ impl RecentCounts {
         self.add(Some(reason), now);
         let recent = self.recent(now);
         if recent.is_problem() && self.logged.next_line(now).is_some() {
-            tracing::warn!(model = self.model, reason = reason.name(), "{recent}");
+            tracing::warn!(model = self.model, reason = reason.name, "{recent}");
         }
     }
 
@@ -100,7 +99,12 @@ impl RecentCounts {
         let recent = counts.window.recent(now);
         let (prompts, missing) = recent.fold((0, 0), |sum, (_, slot)| (sum.0 + slot.0, sum.1 + slot.1));
         let last = counts.last.filter(|_| missing > 0);
-        RecentPrompts { prompts, missing, reason: last.map(NoTokens::name), remedy: last.and_then(NoTokens::remedy) }
+        RecentPrompts {
+            prompts,
+            missing,
+            reason: last.map(|reason| reason.name),
+            remedy: last.and_then(|reason| reason.remedy),
+        }
     }
 
     fn add(&self, reason: Option<NoTokens>, now: Instant) {
@@ -119,7 +123,7 @@ mod tests {
     fn recent(counts: &RecentCounts, prompts: u64, missing: u64) -> RecentPrompts {
         let now = Instant::now();
         for n in 0..prompts {
-            counts.add((n < missing).then_some(NoTokens::EngineFailed), now);
+            counts.add((n < missing).then_some(NoTokens::ENGINE_FAILED), now);
         }
         counts.recent(now)
     }

@@ -78,7 +78,7 @@ impl Templates {
         let template = self.template_for(parts)?;
         let chat = chat::read(parts, template.format, media)?;
         if chat.messages.len() as u64 * parts.messages.len() as u64 > MESSAGE_BYTES_PRODUCT_MAX {
-            return Err(NoTokens::TooLong);
+            return Err(NoTokens::TOO_LONG);
         }
         if chat.continue_final_message { self.continued(template, chat) } else { self.rendered(template, chat) }
     }
@@ -106,7 +106,7 @@ impl Templates {
 
     fn template_for(&self, parts: &ChatParts) -> Result<&Template, NoTokens> {
         let special = self.tool_use.as_ref().filter(|_| chat::has_tools(parts));
-        special.or(self.default.as_ref()).ok_or(NoTokens::NoTemplate)
+        special.or(self.default.as_ref()).ok_or(NoTokens::NO_TEMPLATE)
     }
 
     fn rendered(&self, template: &Template, chat: Chat) -> Result<String, NoTokens> {
@@ -125,15 +125,15 @@ impl Templates {
     /// Renders up to the end of the final message's text.
     fn continued(&self, template: &Template, mut chat: Chat) -> Result<String, NoTokens> {
         if chat.add_generation_prompt {
-            return Err(NoTokens::TemplateError);
+            return Err(NoTokens::TEMPLATE_ERROR);
         }
-        let last = chat.messages.pop().ok_or(NoTokens::TemplateError)?;
-        let (last, text) = marked(&last).ok_or(NoTokens::TemplateError)?;
+        let last = chat.messages.pop().ok_or(NoTokens::TEMPLATE_ERROR)?;
+        let (last, text) = marked(&last).ok_or(NoTokens::TEMPLATE_ERROR)?;
         chat.messages.push(last);
         let mut rendered = self.rendered(template, chat)?;
-        let at = rendered.rfind(END_MARK.trim_end()).ok_or(NoTokens::TemplateError)?;
+        let at = rendered.rfind(END_MARK.trim_end()).ok_or(NoTokens::TEMPLATE_ERROR)?;
         if !rendered.contains(text.trim()) {
-            return Err(NoTokens::TemplateError);
+            return Err(NoTokens::TEMPLATE_ERROR);
         }
         let keeps_spaces = rendered[at..].starts_with(END_MARK);
         rendered.truncate(at);
@@ -156,12 +156,7 @@ fn marked(message: &Value) -> Option<(Value, String)> {
             (Value::from(parts), text)
         }
     };
-    let fields = message.try_iter().ok()?.map(|key| {
-        let value = if key.as_str() == Some("content") { Ok(content.clone()) } else { message.get_item(&key) };
-        value.map(|value| (key, value))
-    });
-    let fields: Vec<(Value, Value)> = fields.collect::<Result<_, _>>().ok()?;
-    Some((Value::from_pairs(fields), text))
+    Some((chat::with(message, "content", content).ok()?, text))
 }
 
 impl Template {
@@ -189,12 +184,12 @@ impl Template {
         // The error may quote the conversation, so it is counted but not logged.
         let failed = template.render_captured_to(variables, &mut out).is_err();
         if out.is_full {
-            return Err(NoTokens::TooLong);
+            return Err(NoTokens::TOO_LONG);
         }
         if failed {
-            return Err(NoTokens::TemplateError);
+            return Err(NoTokens::TEMPLATE_ERROR);
         }
-        String::from_utf8(out.bytes).map_err(|_| NoTokens::TemplateError)
+        String::from_utf8(out.bytes).map_err(|_| NoTokens::TEMPLATE_ERROR)
     }
 }
 

@@ -68,8 +68,8 @@ impl Pool {
         });
         let task: Task = Arc::new(Mutex::new(Some(work)));
         let _abandon = AbandonOnDrop(Arc::clone(&task));
-        self.queue.try_send(task).map_err(|_| NoTokens::Busy)?;
-        timeout(WAIT_MAX, answer).await.map_err(|_| NoTokens::Busy)?.unwrap_or(Err(NoTokens::Panicked))
+        self.queue.try_send(task).map_err(|_| NoTokens::BUSY)?;
+        timeout(WAIT_MAX, answer).await.map_err(|_| NoTokens::BUSY)?.unwrap_or(Err(NoTokens::PANICKED))
     }
 }
 
@@ -109,7 +109,7 @@ mod tests {
     async fn a_panic_affects_no_other_task() {
         let pool = Pool::start(1).unwrap();
         let defect = pool.run(|| -> Result<(), NoTokens> { panic!("a defect") }).await;
-        assert_eq!(defect, Err(NoTokens::Panicked));
+        assert_eq!(defect, Err(NoTokens::PANICKED));
         assert_eq!(pool.run(|| Ok(7)).await, Ok(7));
     }
 
@@ -134,7 +134,7 @@ mod tests {
         has_begun.recv().unwrap();
         let mut second = Box::pin(pool.run(counted()));
         assert!(futures_now(&mut second).is_none());
-        assert_eq!(pool.run(counted()).await, Err(NoTokens::Busy));
+        assert_eq!(pool.run(counted()).await, Err(NoTokens::BUSY));
         drop(second);
         release.send(()).unwrap();
         assert_eq!(first.await, Ok(1));
@@ -142,7 +142,7 @@ mod tests {
         loop {
             match pool.run(counted()).await {
                 Ok(before) => break assert_eq!(before, 0),
-                Err(reason) => assert_eq!(reason, NoTokens::Busy),
+                Err(reason) => assert_eq!(reason, NoTokens::BUSY),
             }
             tokio::task::yield_now().await;
         }
@@ -167,11 +167,11 @@ mod tests {
             move || Ok(held.len())
         };
         // The only thread is not released before: the wait can only time out.
-        assert_eq!(pool.run(work).await, Err(NoTokens::Busy));
+        assert_eq!(pool.run(work).await, Err(NoTokens::BUSY));
         assert_eq!(from.elapsed(), WAIT_MAX);
         assert_eq!(Arc::strong_count(&held), 1);
         // The wait for started work ends too.
-        assert_eq!(first.await, Err(NoTokens::Busy));
+        assert_eq!(first.await, Err(NoTokens::BUSY));
         release.send(()).unwrap();
     }
 

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use tokenizers::Tokenizer;
 
+use super::PromptMedia;
 use super::cache::{Cache, Keys};
 use super::chat::{MediaForm, PROMPT_BYTES_MAX};
 use super::chunks::{CHUNK_BYTES_MIN, Chunk, Cutter};
@@ -21,7 +22,6 @@ use super::media::{self, Naming, Outline};
 use super::meters::TokenMeters;
 use super::reason::NoTokens;
 use super::template::{Clock, Templates};
-use super::{PromptMedia, TokensError, TokensError::Tokenizer as BadTokenizer};
 use crate::formats::openai::ChatParts;
 
 /// Number of special tokens combined with the samples.
@@ -34,7 +34,7 @@ const SAMPLES: [&str; 7] = ["plain text", " a space first", "\n\nlines\n", "  ",
 pub(super) struct Local {
     tokenizer: Tokenizer,
     templates: Templates,
-    takes_inline_system: bool,
+    pub(super) takes_inline_system: bool,
     /// Tokens added before and after plain text; `None` if they depend on the text.
     around: Option<(Vec<u32>, Vec<u32>)>,
     /// The cache; `None` if every text is tokenized as a whole.
@@ -60,19 +60,16 @@ impl Local {
         cache_bytes_max: u64,
         clock: Clock,
         meters: Arc<TokenMeters>,
-    ) -> Result<Self, TokensError> {
-        let unusable = |error: String| BadTokenizer(tokenizer_file.to_owned(), error);
+    ) -> Result<Self, String> {
+        let no_tokenizer = |error: tokenizers::Error| files::no_tokenizer(tokenizer_file, &error);
         // `parse` is compiled with its crate; the other constructors are compiled here once more.
-        let mut tokenizer: Tokenizer =
-            files::read(tokenizer_file)?.parse().map_err(|error: tokenizers::Error| unusable(error.to_string()))?;
+        let mut tokenizer: Tokenizer = files::read(tokenizer_file)?.parse().map_err(no_tokenizer)?;
         // Engines disable these settings of the file.
         tokenizer.with_padding(None);
-        tokenizer.with_truncation(None).map_err(|error| unusable(error.to_string()))?;
+        tokenizer.with_truncation(None).map_err(no_tokenizer)?;
         let sources = files::template_sources(tokenizer_file, chat_template_file)?;
-        let unusable = |error: minijinja::Error| {
-            let path = chat_template_file.unwrap_or(tokenizer_file).to_owned();
-            TokensError::Template(path, format!("the chat template: {error}"))
-        };
+        let path = chat_template_file.unwrap_or(tokenizer_file);
+        let unusable = |error: minijinja::Error| files::unusable(path, &format!("the chat template: {error}"));
         let templates = Templates::compile(sources, clock).map_err(unusable)?;
         let around = around(&tokenizer);
         let takes_inline_system = templates.take_inline_system();
@@ -89,11 +86,6 @@ impl Local {
     /// Whether chats can be tokenized.
     pub(super) fn has_template(&self) -> bool {
         !self.templates.is_empty()
-    }
-
-    /// Whether the chat templates take system messages after the first.
-    pub(super) fn takes_inline_system(&self) -> bool {
-        self.takes_inline_system
     }
 
     /// Replaces the known image placeholders by this token. Returns false, without any effect, if it is no added token
@@ -131,7 +123,7 @@ impl Local {
     /// Tokens of plain text, including tokens added around it.
     pub(super) fn text(&self, text: &str) -> Result<Vec<u32>, NoTokens> {
         if text.len() > PROMPT_BYTES_MAX {
-            return Err(NoTokens::TooLong);
+            return Err(NoTokens::TOO_LONG);
         }
         match &self.around {
             Some((before, after)) => self.encode(text, before, after),
@@ -157,14 +149,14 @@ impl Local {
         if items.is_empty() {
             return self.chat(&parts).map(|ids| (ids, None));
         }
-        let placeholders = self.placeholders.as_ref().ok_or(NoTokens::Multimodal)?;
+        let placeholders = self.placeholders.as_ref().ok_or(NoTokens::MULTIMODAL)?;
         let format = self.templates.format_for(&parts)?;
         let rendered = self.templates.render(&parts, MediaForm::Accepted(placeholders.text()))?;
         let template_ids = self.encode(&rendered, &[], &[])?;
         // Templates without parts have the placeholders of each kind together.
         let is_in_order = format == ContentFormat::Parts || items.iter().all(|item| item.kind == items[0].kind);
         let layout = MediaLayout::of(&template_ids, &items, placeholders, is_in_order, &self.lengths);
-        let MediaLayout { ids, spans, unknown_from, report } = layout.ok_or(NoTokens::Multimodal)?;
+        let MediaLayout { ids, spans, unknown_from, report } = layout.ok_or(NoTokens::MULTIMODAL)?;
         Ok((ids, Some(PromptMedia { spans, unknown_from, report, names })))
     }
 
@@ -202,7 +194,7 @@ impl Local {
             if let Some(key) = key {
                 let mut cache = kept.cache.lock();
                 cache.put(key, &new);
-                self.meters.cache_bytes.set(cache.bytes() as f64);
+                self.meters.cache_bytes.set(cache.bytes as f64);
             }
             ids.extend(new);
         }
@@ -211,7 +203,7 @@ impl Local {
 
     /// Tokenizes samples with and without cuts, as a defence against tokenizers that [`Cutter`] does not cover.
     fn cuts_are_safe(&self, cutter: &Cutter) -> bool {
-        let cut_texts = &cutter.cut_texts()[..cutter.cut_texts().len().min(SAMPLED_CUT_TEXTS_MAX)];
+        let cut_texts = &cutter.cut_texts[..cutter.cut_texts.len().min(SAMPLED_CUT_TEXTS_MAX)];
         cut_texts.iter().all(|cut_text| {
             SAMPLES.iter().all(|sample| {
                 let text = format!("{sample}{cut_text}{sample}{cut_text}{cut_text}\n{sample} {cut_text} {sample}");
@@ -226,7 +218,7 @@ impl Local {
 
 fn whole(tokenizer: &Tokenizer, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, NoTokens> {
     // The error may quote the text, so it is counted but not logged.
-    let encoding = tokenizer.encode_fast(text, add_special_tokens).map_err(|_| NoTokens::TokenizerError)?;
+    let encoding = tokenizer.encode_fast(text, add_special_tokens).map_err(|_| NoTokens::TOKENIZER_ERROR)?;
     Ok(encoding.get_ids().to_vec())
 }
 

@@ -114,24 +114,24 @@ fn unrenderable_chats_have_no_tokens() {
     let user = |content: &str| format!(r#"[{{"role":"user","content":{content}}}]"#);
     let image = r#"[{"type":"text","text":"a"},{"type":"image_url","image_url":{"url":"http://x/y.png"}}]"#;
     let cases = [
-        (chat(&user(image)), NoTokens::Multimodal),
-        (chat(&user(r#"[{"image_url":"http://x/y.png"}]"#)), NoTokens::Multimodal),
-        (ChatParts { has_own_template: true, ..chat(&user("\"a\"")) }, NoTokens::OwnTemplate),
-        (chat(r#"[{"role":"nobody","content":"a"}]"#), NoTokens::TemplateError),
-        (chat(r#"{"role":"user"}"#), NoTokens::Malformed),
-        (chat("[{\"role\":\"user\",\"content\":7}]"), NoTokens::Malformed),
-        (chat("\u{fffd}"), NoTokens::Malformed),
-        (chat(&"[".repeat(100_000)), NoTokens::Malformed),
-        (chat(&user(&format!("\"{}\"", "x".repeat(PROMPT_BYTES_MAX)))), NoTokens::TooLong),
-        (ChatParts { tools: Some(Bytes::from_static(b"[7]")), ..chat(&user("\"a\"")) }, NoTokens::Malformed),
-        (ChatParts { template_kwargs: Some(Bytes::from_static(b"[]")), ..chat(&user("\"a\"")) }, NoTokens::Malformed),
-        (ChatParts { continue_final_message: Some(true), ..chat(&user("\"a\"")) }, NoTokens::TemplateError),
+        (chat(&user(image)), NoTokens::MULTIMODAL),
+        (chat(&user(r#"[{"image_url":"http://x/y.png"}]"#)), NoTokens::MULTIMODAL),
+        (ChatParts { has_own_template: true, ..chat(&user("\"a\"")) }, NoTokens::OWN_TEMPLATE),
+        (chat(r#"[{"role":"nobody","content":"a"}]"#), NoTokens::TEMPLATE_ERROR),
+        (chat(r#"{"role":"user"}"#), NoTokens::MALFORMED),
+        (chat("[{\"role\":\"user\",\"content\":7}]"), NoTokens::MALFORMED),
+        (chat("\u{fffd}"), NoTokens::MALFORMED),
+        (chat(&"[".repeat(100_000)), NoTokens::MALFORMED),
+        (chat(&user(&format!("\"{}\"", "x".repeat(PROMPT_BYTES_MAX)))), NoTokens::TOO_LONG),
+        (ChatParts { tools: Some(Bytes::from_static(b"[7]")), ..chat(&user("\"a\"")) }, NoTokens::MALFORMED),
+        (ChatParts { template_kwargs: Some(Bytes::from_static(b"[]")), ..chat(&user("\"a\"")) }, NoTokens::MALFORMED),
+        (ChatParts { continue_final_message: Some(true), ..chat(&user("\"a\"")) }, NoTokens::TEMPLATE_ERROR),
     ];
     for (parts, reason) in cases {
         let shown = String::from_utf8_lossy(&parts.messages[..parts.messages.len().min(80)]).into_owned();
         assert_eq!(local.chat(&parts), Err(reason), "{shown}");
     }
-    assert_eq!(local.text(&"x".repeat(PROMPT_BYTES_MAX + 1)), Err(NoTokens::TooLong));
+    assert_eq!(local.text(&"x".repeat(PROMPT_BYTES_MAX + 1)), Err(NoTokens::TOO_LONG));
 }
 
 #[test]
@@ -147,7 +147,7 @@ fn template_work_is_bounded() {
         let templates = Templates::compile(sources, || 0).unwrap();
         let rendered = templates
             .render(&chat(&format!(r#"[{{"role":"user","content":"{}"}}]"#, "x".repeat(1_000))), MediaForm::Rejected);
-        assert!(matches!(rendered, Err(NoTokens::TemplateError | NoTokens::TooLong)), "{source}: {rendered:?}");
+        assert!(matches!(rendered, Err(NoTokens::TEMPLATE_ERROR | NoTokens::TOO_LONG)), "{source}: {rendered:?}");
     }
 }
 
@@ -164,7 +164,7 @@ fn copied_text_of_a_template_is_bounded() {
         templates.render(&chat(&format!("[{messages}]")), MediaForm::Rejected).map(|text| text.len())
     };
     assert_eq!(rendered(1_000), Ok(20_000));
-    assert_eq!(rendered(60_000), Err(NoTokens::TooLong));
+    assert_eq!(rendered(60_000), Err(NoTokens::TOO_LONG));
 }
 
 #[test]
@@ -172,7 +172,7 @@ fn next_turn_tokenizes_only_new_text() {
     let local = local("tokenizer.json", None, 1 << 20);
     let cached = |local: &Local| {
         let kept = local.kept.as_ref().unwrap();
-        kept.cache.lock().bytes()
+        kept.cache.lock().bytes
     };
     let long = "once upon a time ".repeat(200);
     let first = format!(r#"{{"role":"user","content":"{long}"}}"#);
@@ -273,7 +273,7 @@ proptest! {
                     let mut ids = Vec::new();
                     local.encode_kept(&kept, text, &mut ids).unwrap();
                     prop_assert_eq!(&ids, &whole(&local.tokenizer, text, false).unwrap(), "variant {}: {:?}", n, text);
-                    prop_assert!(kept.cache.lock().bytes() <= cache_bytes);
+                    prop_assert!(kept.cache.lock().bytes <= cache_bytes);
                 }
             }
             Ok(())

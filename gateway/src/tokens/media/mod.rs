@@ -119,7 +119,7 @@ impl Outline {
     /// # Errors
     /// An unknown shape of messages, or too many parts.
     pub(super) fn read(parts: &ChatParts, naming: Naming<'_>) -> Result<Self, NoTokens> {
-        let json = std::str::from_utf8(&parts.messages).map_err(|_| NoTokens::Malformed)?;
+        let json = std::str::from_utf8(&parts.messages).map_err(|_| NoTokens::MALFORMED)?;
         let messages: Vec<OutlineMessage<'_>> = parsed(json)?;
         let mut outline = Self { parts: parts.clone(), items: Vec::new(), names: Vec::new() };
         let (mut stripped, mut copied) = (String::new(), 0);
@@ -133,7 +133,7 @@ impl Outline {
                 let part: OutlinePart<'_> = parsed(raw)?;
                 let Some(kind) = part.kind.as_deref().and_then(MediaKind::of_client) else { continue };
                 if outline.items.len() >= ITEMS_MAX {
-                    return Err(NoTokens::TooLong);
+                    return Err(NoTokens::TOO_LONG);
                 }
                 let name = outline.name(kind, &part, naming, start_of(raw), &start_of);
                 outline.items.push(MediaItem { kind, name });
@@ -193,7 +193,7 @@ fn given<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<&'de RawVa
 }
 
 fn parsed<'a, T: Deserialize<'a>>(json: &'a str) -> Result<T, NoTokens> {
-    serde_json::from_str(json).map_err(|_| NoTokens::Malformed)
+    serde_json::from_str(json).map_err(|_| NoTokens::MALFORMED)
 }
 
 /// Name of an image by content: SHA-256 of the digests of salt and URL, as 64 hex digits.

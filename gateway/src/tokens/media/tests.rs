@@ -186,14 +186,14 @@ fn media_that_cannot_be_expanded_end_the_comparable_part() {
     assert_eq!(unknown_from(&[text("<|image_pad|>"), named()]), (Some(IMAGE_PAD), 1));
     // No placeholder for the item.
     let audio = serde_json::json!({ "type": "input_audio", "input_audio": { "data": "AA" } });
-    assert_eq!(local.conversation(&chat(&[user(&[audio])].into()), OFF).err(), Some(NoTokens::Multimodal));
+    assert_eq!(local.conversation(&chat(&[user(&[audio])].into()), OFF).err(), Some(NoTokens::MULTIMODAL));
 }
 
 #[test]
 fn templates_without_parts_have_placeholders_first() {
     let mut local = local("text.jinja");
     let parts = chat(&[user(&[text("a"), image("http://x/y.png", Some("pic")), text("b")])].into());
-    assert_eq!(local.conversation(&parts, OFF).err(), Some(NoTokens::Multimodal));
+    assert_eq!(local.conversation(&parts, OFF).err(), Some(NoTokens::MULTIMODAL));
     assert!(!local.set_placeholder("<image>"), "not in this tokenizer");
     assert!(local.set_placeholder("<|vision_start|>"));
     let (ids, media) = local.conversation(&parts, OFF).unwrap();
@@ -209,7 +209,7 @@ fn large_images_have_tokens() {
     let parts = chat(&[user(&[text("a"), image(&url, None)])].into());
     assert!(local.conversation(&parts, ON).unwrap().1.unwrap().names.len() == 1);
     let long = chat(&[user(&[text(&"a".repeat(5 << 20)), image(DATA_URL, None)])].into());
-    assert_eq!(local.conversation(&long, ON).err(), Some(NoTokens::TooLong));
+    assert_eq!(local.conversation(&long, ON).err(), Some(NoTokens::TOO_LONG));
 }
 
 #[test]
