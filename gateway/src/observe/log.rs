@@ -8,13 +8,13 @@
 
 use std::fs::File;
 use std::io::{self, Write};
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::time::Duration;
 
 use metrics::Counter;
 use tracing_subscriber::Layer as _;
 use tracing_subscriber::filter::{LevelFilter, Targets};
-use tracing_subscriber::fmt::MakeWriter;
 use tracing_subscriber::layer::SubscriberExt as _;
 use tracing_subscriber::util::SubscriberInitExt as _;
 
@@ -33,22 +33,21 @@ const FLUSH_WAIT: Duration = Duration::from_secs(1);
 /// # Errors
 /// The file of the access log cannot be opened.
 pub(crate) fn start_log(level: Targets, format: LogFormat, access: &AccessLog) -> io::Result<Logs> {
-    let (log, writer) = Log::to(io::stderr());
-    let layer = tracing_subscriber::fmt::layer().with_writer(writer).log_internal_errors(false);
+    let log = Log::to(io::stderr());
+    let layer = tracing_subscriber::fmt::layer().with_writer(Arc::clone(&log)).log_internal_errors(false);
     // Spans come from the actor library and mean nothing to operators.
     let layer = match format {
         LogFormat::Text => layer.with_ansi(false).boxed(),
         LogFormat::Json => layer.json().flatten_event(true).with_current_span(false).with_span_list(false).boxed(),
     };
     let layer = layer.with_filter(quiet(level).with_target(ACCESS_TARGET, LevelFilter::OFF));
-    let access: Option<(Log, LineWriter)> = match access {
+    let access = match access {
         AccessLog::Off => None,
         AccessLog::Stdout => Some(Log::to(io::stdout())),
         AccessLog::Stderr => Some(Log::to(io::stderr())),
         AccessLog::File(path) => Some(Log::to(File::options().append(true).create(true).open(path)?)),
     };
-    let (access, access_writer) = access.unzip();
-    let access_layer = access_writer.map(|writer| {
+    let access_layer = access.clone().map(|writer| {
         let layer = tracing_subscriber::fmt::layer().with_writer(writer).log_internal_errors(false);
         let layer = layer.json().flatten_event(true).with_current_span(false).with_span_list(false);
         let layer = layer.with_level(false).with_target(false);
@@ -70,15 +69,15 @@ fn quiet(level: Targets) -> Targets {
 
 /// The running logs.
 pub(crate) struct Logs {
-    log: Log,
-    access: Option<Log>,
+    log: Arc<Log>,
+    access: Option<Arc<Log>>,
 }
 
 impl Logs {
     /// Waits at most one second per log until all lines so far are written. Blocking; not for async threads.
     pub(crate) fn flush(&self) {
         // Lines that could not be written in time have no reader.
-        let _ = self.access.as_ref().map(Log::flush);
+        let _ = self.access.as_ref().map(|log| log.flush());
         let _ = self.log.flush();
     }
 }
@@ -99,9 +98,10 @@ pub(crate) fn write_problems(format: LogFormat, problems: &str) {
     }
 }
 
-/// A running log.
+/// A running log, to which lines are written without waiting.
 struct Log {
     entries: SyncSender<Entry>,
+    dropped: Counter,
 }
 
 enum Entry {
@@ -112,13 +112,13 @@ enum Entry {
 
 impl Log {
     /// Starts a log that writes to `sink` on a thread of its own.
-    fn to(sink: impl Write + Send + 'static) -> (Self, LineWriter) {
+    fn to(sink: impl Write + Send + 'static) -> Arc<Self> {
         let (entries, taken) = sync_channel(LINES_MAX);
         let dropped = metrics::counter!(LOG_LINES_DROPPED.name);
         // Without the thread every line is dropped and counted.
         let lost = dropped.clone();
         drop(std::thread::Builder::new().name("log".to_owned()).spawn(move || write(&taken, sink, &lost)));
-        (Self { entries: entries.clone() }, LineWriter { entries, dropped })
+        Arc::new(Self { entries, dropped })
     }
 
     /// Waits at most one second until all lines so far are written. Blocking; not for async threads.
@@ -143,22 +143,8 @@ fn write(entries: &Receiver<Entry>, mut sink: impl Write, lost: &Counter) {
     }
 }
 
-/// Non-blocking line writer.
-struct LineWriter {
-    entries: SyncSender<Entry>,
-    dropped: Counter,
-}
-
-impl<'a> MakeWriter<'a> for LineWriter {
-    type Writer = &'a LineWriter;
-
-    fn make_writer(&'a self) -> Self::Writer {
-        self
-    }
-}
-
 /// The formatter writes one line per call.
-impl Write for &LineWriter {
+impl Write for &Log {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         if self.entries.try_send(Entry::Line(line.to_vec())).is_err() {
             self.dropped.increment(1);
@@ -173,7 +159,7 @@ impl Write for &LineWriter {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::{Arc, Mutex};
+    use std::sync::Mutex;
 
     use super::*;
 
@@ -195,9 +181,9 @@ mod tests {
     fn a_blocked_reader_does_not_block_writers() {
         let sink = Shared::default();
         let held = sink.0.lock().unwrap(); // writers wait here
-        let (log, lines) = Log::to(sink.clone());
+        let log = Log::to(sink.clone());
         for _ in 0..3 * LINES_MAX {
-            (&lines).write_all(b"line\n").unwrap();
+            (&*log).write_all(b"line\n").unwrap();
         }
         drop(held);
         // Queued lines are written once the reader is back, and no others.

@@ -22,11 +22,14 @@ pub enum MetricKind {
 macro_rules! metric_table {
     ($($(#[$doc:meta])* $metric:ident: $kind:ident $name:literal [$($label:literal),*] = $help:literal;)*) => {
         $($(#[$doc])* pub(crate) const $metric: $crate::observe::metric::Metric =
-            $crate::observe::metric::Metric::$kind($name, &[$($label),*], $help);)*
+            $crate::observe::metric::Metric { name: $name, kind: metric_table!(@$kind), labels: &[$($label),*], help: $help };)*
 
         /// The metrics of this module.
         pub(crate) const METRICS: &[$crate::observe::metric::Metric] = &[$($metric),*];
     };
+    (@counter) => { $crate::observe::metric::MetricKind::Counter };
+    (@gauge) => { $crate::observe::metric::MetricKind::Gauge };
+    (@histogram) => { $crate::observe::metric::MetricKind::Histogram };
 }
 pub(crate) use metric_table;
 
@@ -44,20 +47,7 @@ pub struct Metric {
 }
 
 impl Metric {
-    pub(crate) const fn counter(name: &'static str, labels: &'static [&'static str], help: &'static str) -> Self {
-        Self { name, kind: MetricKind::Counter, labels, help }
-    }
-
-    pub(crate) const fn gauge(name: &'static str, labels: &'static [&'static str], help: &'static str) -> Self {
-        Self { name, kind: MetricKind::Gauge, labels, help }
-    }
-
-    pub(crate) const fn histogram(name: &'static str, labels: &'static [&'static str], help: &'static str) -> Self {
-        Self { name, kind: MetricKind::Histogram, labels, help }
-    }
-
     /// Unit.
-    #[must_use]
     pub fn unit(&self) -> &'static str {
         if self.name.contains("_seconds") {
             "seconds"

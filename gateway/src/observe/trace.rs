@@ -7,10 +7,7 @@
 use std::time::SystemTime;
 
 use axum::http::{HeaderMap, HeaderValue};
-use opentelemetry::trace::{
-    Span as _, SpanContext, SpanId, SpanKind, Status, TraceContextExt as _, TraceFlags, TraceId, TraceState,
-    Tracer as _,
-};
+use opentelemetry::trace::{Span as _, SpanContext, SpanKind, Status, TraceContextExt as _, Tracer as _};
 use opentelemetry::{Context, KeyValue};
 use opentelemetry_sdk::trace::SdkTracer;
 use pointsman::Placement;
@@ -18,12 +15,12 @@ use tokio::time::Instant;
 
 use super::access::AccessRecord;
 use super::otlp::Tracing;
-use super::trace_context::{TRACEPARENT, TraceContext};
+use super::trace_context::{TRACEPARENT, client_context, header};
 
 /// Trace of one request.
 #[derive(Debug, Default)]
 pub(crate) struct RequestTrace {
-    client: Option<TraceContext>,
+    client: Option<SpanContext>,
     spans: Option<Box<Spans>>,
 }
 
@@ -39,17 +36,14 @@ struct Spans {
 impl RequestTrace {
     /// Trace of a request without spans.
     pub(crate) fn of(headers: &HeaderMap) -> Self {
-        Self { client: TraceContext::of(headers), spans: None }
+        Self { client: client_context(headers), spans: None }
     }
 
     /// Begins the spans of a request that began at `started`.
     pub(crate) fn begin(&mut self, tracing: &Tracing, name: &'static str, started: Instant) {
         let tracer = tracing.tracer.clone();
-        let parent = self.client.map_or_else(Context::new, |client| {
-            let flags = TraceFlags::default().with_sampled(client.is_sampled());
-            let (trace_id, span_id) = (TraceId::from(client.trace_id), SpanId::from(client.span_id));
-            Context::new().with_remote_span_context(SpanContext::new(trace_id, span_id, flags, true, TraceState::NONE))
-        });
+        let client = self.client.clone();
+        let parent = client.map_or_else(Context::new, |client| Context::new().with_remote_span_context(client));
         let begin = now() - started.elapsed();
         let builder = tracer.span_builder(name).with_kind(SpanKind::Server).with_start_time(begin);
         let root = parent.with_span(builder.start_with_context(&tracer, &parent));
@@ -63,8 +57,8 @@ impl RequestTrace {
 
     /// Id of the trace, of the client or own.
     pub(crate) fn trace_id(&self) -> Option<String> {
-        let own = self.spans.as_ref().map(|spans| context_of(&spans.root));
-        own.or(self.client).map(|context| context.trace_id())
+        let own = self.spans.as_ref().map(|spans| spans.root.span().span_context().trace_id());
+        own.or(self.client.as_ref().map(SpanContext::trace_id)).map(|id| id.to_string())
     }
 
     /// Records a placement that the router has just returned.
@@ -111,7 +105,7 @@ impl RequestTrace {
 
     /// Value of `traceparent` for the worker of the present attempt. None without spans: that of the client remains.
     pub(crate) fn attempt_header(&self) -> Option<HeaderValue> {
-        self.spans.as_ref().map(|spans| context_of(spans.current()).header())
+        self.spans.as_ref().map(|spans| header(spans.current().span().span_context()))
     }
 
     /// Sets the trace headers of the present attempt.
@@ -176,16 +170,6 @@ impl Spans {
             attempt.span().set_status(Status::error(reason));
         }
         attempt.span().end();
-    }
-}
-
-fn context_of(context: &Context) -> TraceContext {
-    let span = context.span();
-    let context = span.span_context();
-    TraceContext {
-        trace_id: u128::from_be_bytes(context.trace_id().to_bytes()),
-        span_id: u64::from_be_bytes(context.span_id().to_bytes()),
-        flags: context.trace_flags().to_u8(),
     }
 }
 

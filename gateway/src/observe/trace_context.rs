@@ -3,59 +3,33 @@
 //! Reference: W3C Recommendation "Trace Context", level 1. `tracestate` passes unchanged.
 
 use axum::http::{HeaderMap, HeaderName, HeaderValue};
+use opentelemetry::trace::{SpanContext, TraceFlags, TraceState};
 
 /// Trace, parent span and sampling decision.
 pub(crate) const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
 
-/// Bit of the flags that marks a sampled trace.
-const SAMPLED: u8 = 1;
-
-/// Trace context of a client, or of an own span.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct TraceContext {
-    pub(crate) trace_id: u128,
-    pub(crate) span_id: u64,
-    pub(crate) flags: u8,
+/// The context in the headers; `None` without a valid one.
+pub(crate) fn client_context(headers: &HeaderMap) -> Option<SpanContext> {
+    let mut values = headers.get_all(TRACEPARENT).iter();
+    let value = values.next().filter(|_| values.next().is_none())?.to_str().ok()?;
+    let mut parts = value.split('-');
+    let (version, trace_id, span_id, flags) = (parts.next()?, parts.next()?, parts.next()?, parts.next()?);
+    let version = hex(version, 2)?;
+    // Later versions may have more parts.
+    if version == 0xff || (version == 0 && parts.next().is_some()) {
+        return None;
+    }
+    let span_id = u64::try_from(hex(span_id, 16)?).ok()?;
+    let flags = TraceFlags::default().with_sampled(hex(flags, 2)? & 1 != 0);
+    let context = SpanContext::new(hex(trace_id, 32)?.into(), span_id.into(), flags, true, TraceState::NONE);
+    context.is_valid().then_some(context)
 }
 
-impl TraceContext {
-    /// The context in the headers; `None` without a valid one.
-    pub(crate) fn of(headers: &HeaderMap) -> Option<Self> {
-        let mut values = headers.get_all(TRACEPARENT).iter();
-        let value = values.next()?.to_str().ok()?;
-        if values.next().is_some() {
-            return None;
-        }
-        let mut parts = value.split('-');
-        let (version, trace_id, span_id, flags) = (parts.next()?, parts.next()?, parts.next()?, parts.next()?);
-        let version = hex(version, 2)?;
-        // Later versions may have more parts.
-        if version == 0xff || (version == 0 && parts.next().is_some()) {
-            return None;
-        }
-        let context = Self {
-            trace_id: hex(trace_id, 32)?,
-            span_id: u64::try_from(hex(span_id, 16)?).ok()?,
-            flags: u8::try_from(hex(flags, 2)?).ok()?,
-        };
-        (context.trace_id != 0 && context.span_id != 0).then_some(context)
-    }
-
-    /// The trace id as in the header.
-    pub(crate) fn trace_id(&self) -> String {
-        format!("{:032x}", self.trace_id)
-    }
-
-    pub(crate) fn is_sampled(&self) -> bool {
-        self.flags & SAMPLED != 0
-    }
-
-    /// The header for the next hop.
-    pub(crate) fn header(&self) -> HeaderValue {
-        let Self { trace_id, span_id, flags } = self;
-        let header = format!("00-{trace_id:032x}-{span_id:016x}-{:02x}", flags & SAMPLED);
-        HeaderValue::try_from(header).expect("hexadecimal digits and hyphens")
-    }
+/// The header for the next hop.
+pub(crate) fn header(context: &SpanContext) -> HeaderValue {
+    let (trace_id, span_id) = (context.trace_id(), context.span_id());
+    let header = format!("00-{trace_id}-{span_id}-{:02}", u8::from(context.is_sampled()));
+    HeaderValue::try_from(header).expect("hexadecimal digits and hyphens")
 }
 
 /// Lower-case hexadecimal digits of this number.
@@ -68,26 +42,24 @@ fn hex(digits: &str, count: usize) -> Option<u128> {
 mod tests {
     use super::*;
 
-    fn context(values: &[&str]) -> Option<TraceContext> {
+    fn context(values: &[&str]) -> Option<SpanContext> {
         let mut headers = HeaderMap::new();
         for value in values {
             headers.append(TRACEPARENT, HeaderValue::from_str(value).expect("ASCII"));
         }
-        TraceContext::of(&headers)
+        client_context(&headers)
     }
 
     #[test]
     fn only_valid_contexts_are_read() {
         let valid = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
-        let expected = TraceContext {
-            trace_id: 0x0af7_6519_16cd_43dd_8448_eb21_1c80_319c,
-            span_id: 0xb7ad_6b71_6920_3331,
-            flags: 1,
-        };
-        assert_eq!(context(&[valid]), Some(expected));
-        assert_eq!(expected.trace_id(), "0af7651916cd43dd8448eb211c80319c");
-        assert_eq!(context(&[&valid.replacen("00-", "cc-", 1)]), Some(expected), "a later version");
-        assert_eq!(context(&[&format!("{}-more", valid.replacen("00-", "cc-", 1))]), Some(expected));
+        let expected = context(&[valid]).expect("valid");
+        assert_eq!(expected.trace_id(), 0x0af7_6519_16cd_43dd_8448_eb21_1c80_319c_u128.into());
+        assert_eq!(expected.span_id(), 0xb7ad_6b71_6920_3331_u64.into());
+        assert!(expected.is_sampled() && expected.is_remote());
+        let expected = Some(expected);
+        assert_eq!(context(&[&valid.replacen("00-", "cc-", 1)]), expected, "a later version");
+        assert_eq!(context(&[&format!("{}-more", valid.replacen("00-", "cc-", 1))]), expected);
         let invalid = [
             valid.replacen("00-", "ff-", 1),
             valid.replace("0af7", "0AF7"),
@@ -108,6 +80,6 @@ mod tests {
     #[test]
     fn headers_round_trip() {
         let value = "00-0af7651916cd43dd8448eb211c80319c-00000000000000ab-00";
-        assert_eq!(context(&[value]).expect("valid").header(), value);
+        assert_eq!(header(&context(&[value]).expect("valid")), value);
     }
 }
