@@ -132,7 +132,6 @@ pub struct Loaded {
 impl Sources {
     /// Log format, even if other settings are invalid, because problems are reported in it. Text if the setting itself
     /// is invalid.
-    #[must_use]
     pub fn log_format(&self) -> LogFormat {
         let loading = self.clone().read();
         if loading.sections.root.text("gateway.log_format") == Some("json") { LogFormat::Json } else { LogFormat::Text }

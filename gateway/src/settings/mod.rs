@@ -32,7 +32,7 @@ pub(crate) use disaggregation::{ModelRole, role_of};
 pub use error::{LoadError, LoadErrors};
 pub use kubernetes::{KubernetesSettings, PodRoleChoice};
 pub use load::{ConfigFile, Flag, Loaded, Sources};
-pub use log::{AccessLog, LevelError, parse_level};
+pub use log::{AccessLog, parse_level};
 pub use rules::{SettingError, SettingErrors};
 pub(crate) use secrets::read_at_most;
 pub use secrets::{SECRET_BYTES_MIN, Secret, SecretError, Secrets};
@@ -294,13 +294,11 @@ pub enum MessagesMode {
 
 impl ModelSettings {
     /// A model with defaults and without workers.
-    #[must_use]
     pub fn named(name: impl Into<String>) -> Self {
         Self { name: name.into(), ..Self::default() }
     }
 
     /// Name at the workers.
-    #[must_use]
     pub fn upstream_name(&self) -> &str {
         self.upstream_name.as_deref().unwrap_or(&self.name)
     }
@@ -392,7 +390,6 @@ pub struct QuotaLimits {
 
 impl TenantSettings {
     /// Limits of the tenant.
-    #[must_use]
     pub fn limits(&self) -> QuotaLimits {
         QuotaLimits {
             requests_per_minute: self.requests_per_minute,
@@ -403,7 +400,6 @@ impl TenantSettings {
     }
 
     /// Limits of each of its keys.
-    #[must_use]
     pub fn key_limits(&self) -> QuotaLimits {
         QuotaLimits {
             requests_per_minute: self.key_requests_per_minute,

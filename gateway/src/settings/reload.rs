@@ -14,7 +14,6 @@ use super::{GatewaySettings, ModelSettings, Settings};
 impl Settings {
     /// New settings limited to the reloadable ones, and the names of settings that need a restart. Open connections keep
     /// `head_timeout_ms`, `idle_timeout_ms` and their certificate.
-    #[must_use]
     pub fn reloaded_over(mut self, running: &Self) -> (Self, Vec<String>) {
         let mut restart = Vec::new();
         let reloaded = GatewaySettings::RELOADED;

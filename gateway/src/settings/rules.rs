@@ -3,6 +3,8 @@
 use std::ffi::OsStr;
 use std::ops::RangeInclusive;
 
+use serde::Serialize;
+
 /// Rule of settings of another build.
 pub(super) const NOT_BUILT: &str = "absent: this program was built without the feature kubernetes";
 
@@ -33,29 +35,6 @@ pub(super) fn lines(items: &[impl ToString]) -> String {
 pub(super) struct Rules {
     path: String,
     pub(super) errors: Vec<SettingError>,
-}
-
-/// A number that may be absent.
-pub(super) trait Count {
-    fn count(self) -> Option<u64>;
-}
-
-impl Count for u64 {
-    fn count(self) -> Option<u64> {
-        Some(self)
-    }
-}
-
-impl Count for u32 {
-    fn count(self) -> Option<u64> {
-        Some(self.into())
-    }
-}
-
-impl<T: Count> Count for Option<T> {
-    fn count(self) -> Option<u64> {
-        self.and_then(Count::count)
-    }
 }
 
 impl Rules {
@@ -92,8 +71,8 @@ impl Rules {
         }
     }
 
-    pub(super) fn range(&mut self, name: &str, value: impl Count, range: RangeInclusive<u64>) {
-        if let Some(value) = value.count() {
+    pub(super) fn range(&mut self, name: &str, value: impl Serialize, range: RangeInclusive<u64>) {
+        if let Some(value) = serde_json::json!(value).as_u64() {
             self.check(name, value, range.contains(&value), format!("{} to {}", range.start(), range.end()));
         }
     }

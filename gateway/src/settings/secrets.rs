@@ -28,13 +28,11 @@ pub struct Secret(Box<[u8]>);
 
 impl Secret {
     /// Wraps the content.
-    #[must_use]
     pub fn new(content: impl Into<Vec<u8>>) -> Self {
         Self(content.into().into_boxed_slice())
     }
 
     /// Content for hashing or sending.
-    #[must_use]
     pub fn as_bytes(&self) -> &[u8] {
         &self.0
     }
@@ -53,7 +51,6 @@ impl Secret {
     }
 
     /// `Authorization: Bearer` header, marked sensitive; `None` if the content is invalid in a header.
-    #[must_use]
     pub fn bearer(&self) -> Option<HeaderValue> {
         let mut value = HeaderValue::from_bytes(&[b"Bearer ", self.as_bytes()].concat()).ok()?;
         value.set_sensitive(true);
@@ -104,7 +101,6 @@ impl Secrets {
     }
 
     /// Problems of all referenced files.
-    #[must_use]
     pub fn problems(settings: &Settings) -> Vec<SecretError> {
         Self::gather(settings).1
     }

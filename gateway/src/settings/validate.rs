@@ -186,7 +186,6 @@ impl Settings {
     }
 
     /// Warnings about valid but probably unintended settings.
-    #[must_use]
     pub fn warnings(&self) -> Vec<String> {
         let gateway = &self.gateway;
         let (listen, is_local) = (gateway.listen, gateway.listen.ip().is_loopback());
@@ -210,7 +209,6 @@ impl Settings {
     }
 
     /// Files with API keys of workers, with their settings.
-    #[must_use]
     pub fn worker_key_files(&self) -> Vec<(String, &Path)> {
         let of_gateway = ("gateway.worker_api_key_file".to_owned(), self.gateway.worker_api_key_file.as_deref());
         let of_models = self.models.iter().enumerate().flat_map(|(n, model)| {
