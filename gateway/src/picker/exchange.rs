@@ -16,20 +16,6 @@ use super::wire::{
     ProcessingResponse, Struct, ToProxy, Trailers, pieces,
 };
 
-/// A message that the protocol does not allow at its place.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub(super) enum ProtocolError {
-    /// Second head of a request or a response.
-    #[error("received {0} twice")]
-    Twice(&'static str),
-    /// Body or trailers without a head.
-    #[error("received {0} before the headers")]
-    Early(&'static str),
-    /// A message of an unknown kind.
-    #[error("received a message without a known part of a request or response")]
-    Unknown,
-}
-
 /// What a message means.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Event {
@@ -59,18 +45,18 @@ enum Side {
 
 impl Side {
     /// Begins with a head. Returns whether the head is the end.
-    fn begin(&mut self, what: &'static str, ends: bool) -> Result<bool, ProtocolError> {
+    fn begin(&mut self, what: &'static str, ends: bool) -> Result<bool, String> {
         if *self != Self::Head {
-            return Err(ProtocolError::Twice(what));
+            return Err(format!("received {what} twice"));
         }
         *self = if ends { Self::Over } else { Self::Body };
         Ok(ends)
     }
 
     /// Continues with a piece or trailers. Returns whether it is the end; `None` after the end mark.
-    fn proceed(&mut self, what: &'static str, ends: bool) -> Result<Option<bool>, ProtocolError> {
+    fn proceed(&mut self, what: &'static str, ends: bool) -> Result<Option<bool>, String> {
         match *self {
-            Self::Head => return Err(ProtocolError::Early(what)),
+            Self::Head => return Err(format!("received {what} before the headers")),
             Self::Over => return Ok(None),
             Self::Body if ends => *self = Self::Over,
             Self::Body => {}
@@ -90,49 +76,45 @@ pub(super) struct Exchange {
     has_trailers: bool,
     is_decided: bool,
     /// Answer to the response head.
-    response_headers: HeaderMutation,
+    pub(super) response_headers: HeaderMutation,
 }
 
 impl Exchange {
-    /// Header changes of the response.
-    pub(super) fn response_headers(&mut self) -> &mut HeaderMutation {
-        &mut self.response_headers
-    }
-
     /// Meaning of a message, at most a part and an end.
     ///
     /// # Errors
-    /// See [`ProtocolError`]. The exchange is unusable after an error.
-    pub(super) fn received(&mut self, message: ProcessingRequest) -> Result<Vec<Event>, ProtocolError> {
-        let (part, end) = match message.request.ok_or(ProtocolError::Unknown)? {
-            FromProxy::RequestHeaders(head) => {
-                let ends = self.request.begin("request headers", head.end_of_stream)?;
-                self.has_body = !ends;
-                (Some(Event::RequestHead(head)), ends.then_some(Event::RequestEnd))
-            }
-            FromProxy::RequestBody(HttpBody { body, end_of_stream }) => {
-                let ends = self.request.proceed("a request body", end_of_stream)?;
-                (part(ends, body, Event::RequestPart), (ends == Some(true)).then_some(Event::RequestEnd))
-            }
-            FromProxy::RequestTrailers(_) => {
-                let ends = self.request.proceed("request trailers", true)?.is_some();
-                self.has_trailers |= ends;
-                (None, ends.then_some(Event::RequestEnd))
-            }
-            FromProxy::ResponseHeaders(head) => {
-                let ends = self.response.begin("response headers", head.end_of_stream)?;
-                (self.is_decided, self.request) = (true, Side::Over);
-                (Some(Event::ResponseHead(head)), ends.then_some(Event::ResponseEnd))
-            }
-            FromProxy::ResponseBody(HttpBody { body, end_of_stream }) => {
-                let ends = self.response.proceed("a response body", end_of_stream)?;
-                (part(ends, body, Event::ResponsePart), (ends == Some(true)).then_some(Event::ResponseEnd))
-            }
-            FromProxy::ResponseTrailers(_) => {
-                let ends = self.response.proceed("response trailers", true)?.is_some();
-                (None, ends.then_some(Event::ResponseEnd))
-            }
-        };
+    /// A repeated, early or unknown part. The exchange is unusable after an error.
+    pub(super) fn received(&mut self, message: ProcessingRequest) -> Result<Vec<Event>, String> {
+        let (part, end) =
+            match message.request.ok_or("received a message without a known part of a request or response")? {
+                FromProxy::RequestHeaders(head) => {
+                    let ends = self.request.begin("request headers", head.end_of_stream)?;
+                    self.has_body = !ends;
+                    (Some(Event::RequestHead(head)), ends.then_some(Event::RequestEnd))
+                }
+                FromProxy::RequestBody(HttpBody { body, end_of_stream }) => {
+                    let ends = self.request.proceed("a request body", end_of_stream)?;
+                    (part(ends, body, Event::RequestPart), (ends == Some(true)).then_some(Event::RequestEnd))
+                }
+                FromProxy::RequestTrailers(_) => {
+                    let ends = self.request.proceed("request trailers", true)?.is_some();
+                    self.has_trailers |= ends;
+                    (None, ends.then_some(Event::RequestEnd))
+                }
+                FromProxy::ResponseHeaders(head) => {
+                    let ends = self.response.begin("response headers", head.end_of_stream)?;
+                    (self.is_decided, self.request) = (true, Side::Over);
+                    (Some(Event::ResponseHead(head)), ends.then_some(Event::ResponseEnd))
+                }
+                FromProxy::ResponseBody(HttpBody { body, end_of_stream }) => {
+                    let ends = self.response.proceed("a response body", end_of_stream)?;
+                    (part(ends, body, Event::ResponsePart), (ends == Some(true)).then_some(Event::ResponseEnd))
+                }
+                FromProxy::ResponseTrailers(_) => {
+                    let ends = self.response.proceed("response trailers", true)?.is_some();
+                    (None, ends.then_some(Event::ResponseEnd))
+                }
+            };
         Ok(part.into_iter().chain(end).collect())
     }
 

@@ -148,7 +148,8 @@ fn process(
 
 /// `grpc.health.v1.Health`: `liveness` always serves, other services when `/ready` is 200.
 async fn health(pools: &Pools, service: &str) -> HealthCheckResponse {
-    HealthCheckResponse::of(service == "liveness" || readiness::is_ready(pools).await)
+    let is_serving = service == "liveness" || readiness::is_ready(pools).await;
+    HealthCheckResponse { status: if is_serving { 1 } else { 2 } }
 }
 
 /// Replies of a health watch, one per change.

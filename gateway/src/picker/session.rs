@@ -62,12 +62,6 @@ pub(super) struct Following {
     answer: Answer<Body>,
 }
 
-/// What has happened.
-enum Step {
-    Decided(Result<Box<Picked>, Response<Body>>),
-    Received(ProcessingRequest),
-}
-
 /// The exchange is over.
 struct Ended;
 
@@ -75,31 +69,27 @@ impl Session {
     /// Serves the exchange. Returns when either side has closed it.
     pub(super) async fn run(mut self, mut inbound: Streaming<ProcessingRequest>) {
         loop {
-            let step = tokio::select! {
+            let ended = tokio::select! {
                 biased;
-                picked = poll_optional(&mut self.deciding) => Step::Decided(picked),
-                permit = reserve(self.parts.as_ref()), if self.waiting.is_some() => {
-                    let part = self.waiting.take().unwrap_or_default();
-                    // A closed receiver has decided without the rest of the body.
-                    permit.into_iter().for_each(|permit| permit.send(part.clone()));
-                    continue;
-                }
-                message = inbound.message(), if self.waiting.is_none() => match message {
-                    Ok(Some(message)) => Step::Received(message),
-                    Ok(None) => return,
-                    Err(status) => {
-                        // An end without an error would let the proxy pass the request on without a pick.
-                        let _ = self.answers.send(Err(status)).await;
-                        return;
-                    }
-                },
-            };
-            let ended = match step {
-                Step::Decided(picked) => {
+                picked = poll_optional(&mut self.deciding) => {
                     self.deciding = None;
                     self.answer_request(picked).await
                 }
-                Step::Received(message) => self.receive(message).await,
+                permit = reserve(self.parts.clone()), if self.waiting.is_some() => {
+                    let part = self.waiting.take().unwrap_or_default();
+                    // A closed receiver has decided without the rest of the body.
+                    drop(permit.map(|permit| permit.send(part)));
+                    Ok(())
+                }
+                message = inbound.message(), if self.waiting.is_none() => match message {
+                    Ok(Some(message)) => self.receive(message).await,
+                    Ok(None) => Err(Ended),
+                    Err(status) => {
+                        // An end without an error would let the proxy pass the request on without a pick.
+                        let _ = self.answers.send(Err(status)).await;
+                        Err(Ended)
+                    }
+                },
             };
             if ended.is_err() {
                 return;
@@ -120,7 +110,7 @@ impl Session {
             Ok(events) => events,
             Err(error) => {
                 self.meters.refused.increment(1);
-                let _ = self.answers.send(Err(Status::invalid_argument(error.to_string()))).await;
+                let _ = self.answers.send(Err(Status::invalid_argument(error))).await;
                 return Err(Ended);
             }
         };
@@ -142,7 +132,7 @@ impl Session {
         if self.rules.is_conformance
             && let Some(served) = message.metadata_context.as_ref().and_then(served)
         {
-            self.exchange.response_headers().set(TEST_SERVED, served);
+            self.exchange.response_headers.set(TEST_SERVED, served);
         }
         self.exchange.passed(message)
     }
@@ -185,7 +175,7 @@ impl Session {
                 let body = std::mem::take(&mut picked.body);
                 let (headers, metadata) = self.destination(&picked, body.len());
                 for (name, value) in &picked.limits {
-                    self.exchange.response_headers().set_value(name, value);
+                    self.exchange.response_headers.set_value(name, value);
                 }
                 let answers: Vec<_> = self.exchange.decided(headers, metadata, body).collect();
                 for answer in answers {
@@ -287,8 +277,8 @@ async fn poll_optional(deciding: &mut Option<Deciding>) -> Result<Box<Picked>, R
     }
 }
 
-async fn reserve(parts: Option<&mpsc::Sender<Bytes>>) -> Option<mpsc::Permit<'_, Bytes>> {
-    parts?.reserve().await.ok()
+async fn reserve(parts: Option<mpsc::Sender<Bytes>>) -> Option<mpsc::OwnedPermit<Bytes>> {
+    parts?.reserve_owned().await.ok()
 }
 
 /// Endpoint that served the response, as the proxy reports it.

@@ -195,13 +195,6 @@ pub(super) struct HealthCheckResponse {
     pub(super) status: i32,
 }
 
-impl HealthCheckResponse {
-    /// `SERVING` or `NOT_SERVING`.
-    pub(super) fn of(is_serving: bool) -> Self {
-        Self { status: if is_serving { 1 } else { 2 } }
-    }
-}
-
 impl From<ToProxy> for ProcessingResponse {
     fn from(response: ToProxy) -> Self {
         Self { response: Some(response), dynamic_metadata: None }
