@@ -69,6 +69,22 @@ pub(super) fn quoted(text: &str) -> String {
     serde_json::to_string(text).expect("strings serialize to JSON")
 }
 
+/// Whether these `stream_options` request a usage record at the end. Engines check them.
+pub(super) fn include_usage(options: Option<&str>) -> bool {
+    #[derive(Deserialize)]
+    struct StreamOptions {
+        include_usage: Option<bool>,
+    }
+    let options = options.and_then(|options| serde_json::from_str(options).ok());
+    options.is_some_and(|StreamOptions { include_usage }| include_usage == Some(true))
+}
+
+/// Position of a part in the text that it was borrowed from.
+pub(super) fn position(text: &[u8], part: &str) -> Range<usize> {
+    let start = part.as_ptr() as usize - text.as_ptr() as usize;
+    start..start + part.len()
+}
+
 /// The text with these parts replaced, which do not overlap.
 pub(super) fn spliced(text: &[u8], mut parts: Vec<(Range<usize>, Cow<'_, str>)>) -> Vec<u8> {
     parts.sort_unstable_by_key(|(span, _)| span.start);

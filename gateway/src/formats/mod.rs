@@ -22,7 +22,6 @@ macro_rules! named {
             $vis const ALL: [Self; [$($name),*].len()] = [$(Self::$value),*];
 
             /// Name in labels and in the encodings.
-            #[must_use]
             $vis fn name(self) -> &'static str {
                 match self {
                     $(Self::$value => $name,)*

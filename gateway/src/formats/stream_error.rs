@@ -17,7 +17,6 @@ use crate::formats::openai::{Endpoint, ErrorType};
 /// let body = body_of(b"event: error\ndata: {\"error\":{\"message\":\"dead\",\"code\":\"500\"}}\n\ndata: [DONE]\n\n", 500);
 /// assert_eq!(body, r#"{"error":{"code":"500","message":"dead","param":null,"type":"server_error"}}"#);
 /// ```
-#[must_use]
 pub fn body_of(stream: &[u8], status: u16) -> Bytes {
     let lines = stream.split(|byte| matches!(byte, b'\n' | b'\r')).rev();
     let mut data = lines.filter_map(|line| line.strip_prefix(b"data:")).map(<[u8]>::trim_ascii);
@@ -26,26 +25,22 @@ pub fn body_of(stream: &[u8], status: u16) -> Bytes {
 }
 
 /// The last events of a stream of the endpoint that ends with an error: this status and body of a response.
-#[must_use]
 pub fn events_of(endpoint: Endpoint, status: u16, body: &[u8]) -> String {
     let error = error_object(body, status);
     if endpoint.is_anthropic() {
         let message = error["message"].as_str().unwrap_or_default();
         return format!("event: error\ndata: {}\n\n", error_body(status, message, None));
     }
-    match endpoint == Endpoint::Responses {
-        true => {
-            let (code, message) = (&error["code"], &error["message"]);
-            let failed =
-                json!({ "object": "response", "status": "failed", "error": { "code": code, "message": message } });
-            let failed = json!({ "type": "response.failed", "sequence_number": 1, "response": failed });
-            let event = json!({
-                "type": "error", "sequence_number": 0, "code": code, "message": message, "param": null, "error": error,
-            });
-            format!("event: error\ndata: {event}\n\nevent: response.failed\ndata: {failed}\n\n")
-        }
-        false => format!("data: {}\n\ndata: [DONE]\n\n", json!({ "error": error })),
+    if endpoint != Endpoint::Responses {
+        return format!("data: {}\n\ndata: [DONE]\n\n", json!({ "error": error }));
     }
+    let (code, message) = (&error["code"], &error["message"]);
+    let failed = json!({ "object": "response", "status": "failed", "error": { "code": code, "message": message } });
+    let failed = json!({ "type": "response.failed", "sequence_number": 1, "response": failed });
+    let event = json!({
+        "type": "error", "sequence_number": 0, "code": code, "message": message, "param": null, "error": error,
+    });
+    format!("event: error\ndata: {event}\n\nevent: response.failed\ndata: {failed}\n\n")
 }
 
 /// The error in JSON or text, with all fields of OpenAI's format.

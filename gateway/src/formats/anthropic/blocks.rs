@@ -66,9 +66,7 @@ impl Parts {
         if self.n_parts == 1 {
             self.first_text = Some(self.json.len());
         }
-        for part in ["\"", text, "\"}"] {
-            self.json.push_str(part);
-        }
+        self.json.extend(["\"", text, "\"}"]);
     }
 
     /// Adds a block of text, an image or a document.
@@ -94,9 +92,7 @@ impl Parts {
             kind => return Err(unsupported(at, "image source", kind)),
         };
         self.next();
-        for part in ["{\"type\":\"image_url\",\"image_url\":{\"url\":\"", &url, "\"}}"] {
-            self.json.push_str(part);
-        }
+        self.json.extend(["{\"type\":\"image_url\",\"image_url\":{\"url\":\"", &url, "\"}}"]);
         Ok(())
     }
 
@@ -171,6 +167,15 @@ fn source_of<'a>(at: &str, source: Raw<'a>) -> Result<Source<'a>, ApiError> {
 pub(super) fn string<'a>(value: Raw<'a>, at: &str, name: &str) -> Result<&'a str, ApiError> {
     let text = value.and_then(|value| inner(value.get()));
     text.ok_or_else(|| invalid(None, format!("{at}.{name} must be a string")))
+}
+
+/// A field that must be an object of this form.
+pub(super) fn object<'a, T: Deserialize<'a>>(
+    value: Raw<'a>,
+    field: &'static str,
+    form: &str,
+) -> Result<Option<T>, ApiError> {
+    value.map(|value| serde_json::from_str(value.get()).map_err(|_| wrong(field, form))).transpose()
 }
 
 /// Visits the blocks of a message's content, each with its position.

@@ -14,7 +14,6 @@ use crate::formats::openai::ApiError;
 /// assert_eq!(error_type(429), "rate_limit_error");
 /// assert_eq!(error_type(418), "invalid_request_error");
 /// ```
-#[must_use]
 pub fn error_type(status: u16) -> &'static str {
     match status {
         401 => "authentication_error",
@@ -42,7 +41,6 @@ pub fn error_type(status: u16) -> &'static str {
 ///     r#"{"error":{"message":"the model has no workers now","type":"overloaded_error"},"type":"error"}"#
 /// );
 /// ```
-#[must_use]
 pub fn error_body(status: u16, message: &str, request_id: Option<&str>) -> String {
     let mut body = json!({ "type": "error", "error": { "type": error_type(status), "message": message } });
     if let Some(id) = request_id {
@@ -80,7 +78,6 @@ pub struct Known {
 /// assert_eq!(words.as_deref(), Some("prompt is too long: 100 tokens > 64 maximum"));
 /// assert_eq!(in_anthropic_words("temperature must be at least 0", Known::default()), None);
 /// ```
-#[must_use]
 pub fn in_anthropic_words(message: &str, known: Known) -> Option<String> {
     let message = message.to_ascii_lowercase();
     let is_about_length = ["context length", "context size", "context window", "model length", "max_model_len"];
@@ -128,7 +125,6 @@ fn number_before(text: &str) -> Option<u64> {
 }
 
 /// Message of an error in the formats of the gateway and of engines: `error.message`, `error`, `message` or `detail`.
-#[must_use]
 pub fn error_message(body: &[u8]) -> Option<String> {
     #[derive(Deserialize)]
     #[serde(untagged)]

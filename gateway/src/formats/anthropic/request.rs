@@ -10,7 +10,7 @@ use serde::Deserialize;
 use serde_json::value::RawValue;
 
 use super::blocks::{
-    BILLING_HEADER, Block, Parts, Raw, each_block, invalid, missing, string, texts, unsupported, wrong,
+    BILLING_HEADER, Block, Parts, Raw, each_block, invalid, missing, object, string, texts, unsupported, wrong,
 };
 use crate::formats::json::{each, inner, quoted};
 use crate::formats::openai::{ApiError, ChatStyle, checked_text};
@@ -93,6 +93,24 @@ struct Tool<'a> {
     name: Raw<'a>,
     description: Raw<'a>,
     input_schema: Raw<'a>,
+}
+
+/// `tool_choice`, `thinking`, or the format of an output.
+#[derive(Deserialize)]
+struct Choice<'a> {
+    #[serde(borrow, rename = "type")]
+    kind: Cow<'a, str>,
+    name: Raw<'a>,
+    disable_parallel_tool_use: Option<bool>,
+    budget_tokens: Raw<'a>,
+    schema: Raw<'a>,
+}
+
+#[derive(Deserialize)]
+struct OutputConfig<'a> {
+    #[serde(borrow)]
+    effort: Option<Cow<'a, str>>,
+    format: Raw<'a>,
 }
 
 /// Converts the body of a Messages request to the body of a chat request.
@@ -186,9 +204,7 @@ struct Chat {
 
 impl Chat {
     fn field(&mut self, name: &str, value: &str) {
-        for part in ["\"", name, "\":", value] {
-            self.json.push_str(part);
-        }
+        self.json.extend(["\"", name, "\":", value]);
     }
 
     /// Adds a field after others, if given.
@@ -342,9 +358,7 @@ impl Chat {
                     _ if is_sglang => return Err(unsupported(at, "block", block.kind.as_deref())),
                     _ => return parts.block(at, &block),
                 };
-                for part in [if text.is_empty() { "" } else { "\\n" }, before, of_block] {
-                    text.push_str(part);
-                }
+                text.extend([if text.is_empty() { "" } else { "\\n" }, before, of_block]);
                 Ok(())
             })?,
         }
@@ -423,17 +437,9 @@ impl Chat {
     }
 
     fn tool_choice(&mut self, body: &MessagesBody<'_>) -> Result<(), ApiError> {
-        #[derive(Deserialize)]
-        struct ToolChoice<'a> {
-            #[serde(borrow, rename = "type")]
-            kind: Cow<'a, str>,
-            name: Raw<'a>,
-            disable_parallel_tool_use: Option<bool>,
-        }
-        let Some(choice) = body.tool_choice else { return Ok(()) };
+        const FORM: &str = "an object with the type auto, any, tool or none";
+        let Some(choice) = object::<Choice<'_>>(body.tool_choice, "tool_choice", FORM)? else { return Ok(()) };
         let has_tools = body.tools.is_some_and(|tools| tools.get().contains('{'));
-        let shape = || wrong("tool_choice", "an object with the type auto, any, tool or none");
-        let choice: ToolChoice<'_> = serde_json::from_str(choice.get()).map_err(|_| shape())?;
         let value = match &*choice.kind {
             // Engines reject a choice without tools.
             "auto" | "none" if !has_tools => return Ok(()),
@@ -444,7 +450,7 @@ impl Chat {
                 let name = string(choice.name, "tool_choice", "name")?;
                 format!(r#"{{"type":"function","function":{{"name":"{name}"}}}}"#)
             }
-            _ => return Err(shape()),
+            _ => return Err(wrong("tool_choice", FORM)),
         };
         self.add("tool_choice", Some(&value));
         if choice.disable_parallel_tool_use == Some(true) {
@@ -455,25 +461,13 @@ impl Chat {
 
     /// Fields that change the prompt through the chat template.
     fn template(&mut self, body: &MessagesBody<'_>) -> Result<(), ApiError> {
-        #[derive(Deserialize)]
-        struct Thinking<'a> {
-            #[serde(borrow, rename = "type")]
-            kind: Cow<'a, str>,
-            budget_tokens: Raw<'a>,
-        }
-        #[derive(Deserialize)]
-        struct OutputConfig<'a> {
-            #[serde(borrow)]
-            effort: Option<Cow<'a, str>>,
-        }
-        let shape = || wrong("thinking", "an object with the type enabled, adaptive or disabled");
+        const FORM: &str = "an object with the type enabled, adaptive or disabled";
         let (mut thinks, mut budget) = (None, None);
-        if let Some(thinking) = body.thinking {
-            let thinking: Thinking<'_> = serde_json::from_str(thinking.get()).map_err(|_| shape())?;
+        if let Some(thinking) = object::<Choice<'_>>(body.thinking, "thinking", FORM)? {
             thinks = match &*thinking.kind {
                 "enabled" | "adaptive" => Some(true),
                 "disabled" => Some(false),
-                _ => return Err(shape()),
+                _ => return Err(wrong("thinking", FORM)),
             };
             budget = thinking.budget_tokens.filter(|_| thinking.kind == "enabled").map(RawValue::get);
         }
@@ -487,23 +481,17 @@ impl Chat {
             self.add("reasoning_effort", Some("\"none\""));
             return Ok(());
         }
-        let Some(config) = body.output_config else { return Ok(()) };
-        let shape = || wrong("output_config", "an object with effort and format");
-        let config: OutputConfig<'_> = serde_json::from_str(config.get()).map_err(|_| shape())?;
-        let effort = match config.effort.as_deref() {
-            None => return Ok(()),
-            Some(effort @ ("low" | "medium" | "high" | "max")) if self.conversion.is_passed => effort,
-            Some("xhigh") if self.conversion.is_passed => {
-                if is_sglang {
-                    "max"
-                } else {
-                    "xhigh"
-                }
-            }
-            Some(effort @ ("low" | "medium" | "high")) => effort,
+        let form = "an object with effort and format";
+        let config = object::<OutputConfig<'_>>(body.output_config, "output_config", form)?;
+        let Some(effort) = config.and_then(|config| config.effort) else { return Ok(()) };
+        let effort = match &*effort {
+            effort @ ("low" | "medium" | "high" | "max") if self.conversion.is_passed => effort,
+            "xhigh" if self.conversion.is_passed && is_sglang => "max",
+            "xhigh" if self.conversion.is_passed => "xhigh",
+            effort @ ("low" | "medium" | "high") => effort,
             // Not every engine accepts more.
-            Some("xhigh" | "max") => "high",
-            Some(_) => {
+            "xhigh" | "max" => "high",
+            _ => {
                 let message = "output_config.effort must be low, medium, high, xhigh or max";
                 return Err(invalid(Some("output_config"), message));
             }
@@ -519,17 +507,7 @@ impl Chat {
             #[serde(borrow)]
             user_id: Raw<'a>,
         }
-        #[derive(Deserialize)]
-        struct OutputConfig<'a> {
-            #[serde(borrow)]
-            format: Option<Format<'a>>,
-        }
-        #[derive(Deserialize)]
-        struct Format<'a> {
-            #[serde(borrow, rename = "type")]
-            kind: Cow<'a, str>,
-            schema: Raw<'a>,
-        }
+        const FORM: &str = "an object with a format of the type json_schema";
         if body.mcp_servers.is_some_and(|servers| servers.get().contains('{')) {
             return Err(ApiError::invalid("unsupported_content", Some("mcp_servers"), "mcp_servers are not supported"));
         }
@@ -562,16 +540,14 @@ impl Chat {
             }
             Some(_) => return Err(wrong("stream", "true or false")),
         }
-        if let Some(metadata) = body.metadata {
-            let metadata: Metadata<'_> =
-                serde_json::from_str(metadata.get()).map_err(|_| wrong("metadata", "an object"))?;
+        if let Some(metadata) = object::<Metadata<'_>>(body.metadata, "metadata", "an object")? {
             self.add("user", metadata.user_id.map(RawValue::get).filter(|user| user.starts_with('"')));
         }
-        let Some(config) = body.output_config else { return Ok(()) };
-        let shape = || wrong("output_config", "an object with a format of the type json_schema");
-        let config: OutputConfig<'_> = serde_json::from_str(config.get()).map_err(|_| shape())?;
-        if let Some(Format { kind, schema }) = config.format {
-            let schema = schema.filter(|_| kind == "json_schema").ok_or_else(shape)?.get();
+        let config = object::<OutputConfig<'_>>(body.output_config, "output_config", FORM)?;
+        let format = config.and_then(|config| config.format);
+        if let Some(Choice { kind, schema, .. }) = object(format, "output_config", FORM)? {
+            let schema = schema.filter(|_| kind == "json_schema");
+            let schema = schema.ok_or_else(|| wrong("output_config", FORM))?.get();
             let format = format!(r#"{{"type":"json_schema","json_schema":{{"name":"response","schema":{schema}}}}}"#);
             self.add("response_format", Some(&format));
         }

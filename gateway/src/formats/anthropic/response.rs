@@ -128,39 +128,6 @@ fn count_of(value: Raw<'_>) -> Option<u64> {
     (number >= 0.0).then_some(number as u64)
 }
 
-/// Token counts of a chat response.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct ChatUsage {
-    prompt_tokens: u64,
-    completion_tokens: u64,
-    cached_tokens: u64,
-}
-
-impl ChatUsage {
-    /// The counts in the field `usage`, if it has any.
-    pub(super) fn of(usage: Raw<'_>) -> Option<Self> {
-        #[derive(Deserialize)]
-        struct Usage<'a> {
-            #[serde(borrow)]
-            prompt_tokens: Raw<'a>,
-            completion_tokens: Raw<'a>,
-            prompt_tokens_details: Raw<'a>,
-        }
-        #[derive(Deserialize)]
-        struct Details<'a> {
-            #[serde(borrow)]
-            cached_tokens: Raw<'a>,
-        }
-        let usage: Usage<'_> = serde_json::from_str(usage?.get()).ok()?;
-        let details = usage.prompt_tokens_details.and_then(|details| serde_json::from_str(details.get()).ok());
-        Some(Self {
-            prompt_tokens: count_of(usage.prompt_tokens).unwrap_or(0),
-            completion_tokens: count_of(usage.completion_tokens).unwrap_or(0),
-            cached_tokens: details.and_then(|Details { cached_tokens }| count_of(cached_tokens)).unwrap_or(0),
-        })
-    }
-}
-
 /// Token counts of a message. Input tokens exclude those read from the cache.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
 pub(super) struct MessageUsage {
@@ -175,17 +142,31 @@ impl MessageUsage {
     pub(super) fn of_prompt(prompt_tokens: u32) -> Self {
         Self { input_tokens: prompt_tokens.into(), ..Self::default() }
     }
-}
 
-impl From<ChatUsage> for MessageUsage {
-    fn from(usage: ChatUsage) -> Self {
-        let cached = usage.cached_tokens.min(usage.prompt_tokens);
-        Self {
-            input_tokens: usage.prompt_tokens - cached,
-            cache_read_input_tokens: cached,
-            output_tokens: usage.completion_tokens,
-            ..Self::default()
+    /// The counts in the field `usage` of a chat response, if it has any.
+    pub(super) fn of_chat(usage: Raw<'_>) -> Option<Self> {
+        #[derive(Deserialize)]
+        struct Usage<'a> {
+            #[serde(borrow)]
+            prompt_tokens: Raw<'a>,
+            completion_tokens: Raw<'a>,
+            prompt_tokens_details: Raw<'a>,
         }
+        #[derive(Deserialize)]
+        struct Details<'a> {
+            #[serde(borrow)]
+            cached_tokens: Raw<'a>,
+        }
+        let usage: Usage<'_> = serde_json::from_str(usage?.get()).ok()?;
+        let details = usage.prompt_tokens_details.and_then(|details| serde_json::from_str(details.get()).ok());
+        let cached = details.and_then(|Details { cached_tokens }| count_of(cached_tokens)).unwrap_or(0);
+        let prompt = count_of(usage.prompt_tokens).unwrap_or(0);
+        Some(Self {
+            input_tokens: prompt.saturating_sub(cached),
+            cache_read_input_tokens: cached.min(prompt),
+            output_tokens: count_of(usage.completion_tokens).unwrap_or(0),
+            ..Self::default()
+        })
     }
 }
 
@@ -220,7 +201,6 @@ enum ContentBlock {
 /// assert!(message.starts_with(r#"{"id":"msg_1","type":"message","role":"assistant","model":"m","#));
 /// assert!(message.contains(r#""content":[{"type":"text","text":"Hi"}],"stop_reason":"end_turn""#));
 /// ```
-#[must_use]
 pub fn message(chat: &[u8], model: &str) -> Option<Vec<u8>> {
     let chat: Chat<'_> = serde_json::from_slice(chat).ok()?;
     let choice = chat.choices?.into_iter().next()?;
@@ -244,7 +224,7 @@ pub fn message(chat: &[u8], model: &str) -> Option<Vec<u8>> {
         is_refused,
     };
     let (stop_reason, stop_sequence) = stop.reason()?;
-    let usage = ChatUsage::of(chat.usage).unwrap_or_default().into();
+    let usage = MessageUsage::of_chat(chat.usage).unwrap_or_default();
     let (r#type, role) = ("message", "assistant");
     serde_json::to_vec(&Message { id, r#type, role, model, content, stop_reason, stop_sequence, usage }).ok()
 }

@@ -12,9 +12,7 @@ use serde_json::json;
 use serde_json::value::RawValue;
 
 use super::error::{Known, error_body, in_anthropic_words};
-use super::response::{
-    Chat, ChatUsage, Choice, Content, MessageUsage, SIGNATURE, Stop, ToolCall, matched, message_id, tool_id,
-};
+use super::response::{Chat, Choice, Content, MessageUsage, SIGNATURE, Stop, ToolCall, matched, message_id, tool_id};
 use crate::formats::json::quoted;
 
 /// Maximum length of a line. A chunk has a few tokens, or one tool call in the engines that do not stream calls.
@@ -49,7 +47,7 @@ pub struct StreamTranslator {
     finish_reason: Option<String>,
     stop_sequence: Option<String>,
     is_refused: bool,
-    usage: Option<ChatUsage>,
+    usage: Option<MessageUsage>,
     is_over: bool,
     out: Vec<u8>,
 }
@@ -150,7 +148,6 @@ impl ObjectScan {
 impl StreamTranslator {
     /// A translator at the start of a response. `model` is the name that the client requested; `prompt_tokens` is the
     /// prompt length for `message_start`, 0 if unknown. The last usage has the counts of the engine.
-    #[must_use]
     pub fn new(model: &str, prompt_tokens: u32) -> Self {
         Self { model: model.to_owned(), prompt_tokens, ..Self::default() }
     }
@@ -182,12 +179,6 @@ impl StreamTranslator {
     pub fn fail(&mut self, status: u16, message: &str) -> Vec<u8> {
         self.error(status, message);
         std::mem::take(&mut self.out)
-    }
-
-    /// Whether the last event has been sent.
-    #[must_use]
-    pub fn is_over(&self) -> bool {
-        self.is_over
     }
 
     fn hold(&mut self, bytes: &[u8]) {
@@ -223,7 +214,7 @@ impl StreamTranslator {
         }
         let Some(choices) = chunk.choices else { return };
         self.start(chunk.id.as_deref());
-        self.usage = ChatUsage::of(chunk.usage).or(self.usage);
+        self.usage = MessageUsage::of_chat(chunk.usage).or(self.usage);
         for choice in choices.into_iter().filter(Choice::is_first) {
             self.choice(choice);
         }
@@ -386,7 +377,7 @@ impl StreamTranslator {
             return self.error(502, &format!("the worker ended the response early: {reason}"));
         };
         let delta = json!({ "stop_reason": stop_reason, "stop_sequence": stop_sequence });
-        let usage = self.usage.map_or_else(|| MessageUsage::of_prompt(self.prompt_tokens), MessageUsage::from);
+        let usage = self.usage.unwrap_or_else(|| MessageUsage::of_prompt(self.prompt_tokens));
         let usage = json!(usage);
         self.event("message_delta", format_args!("\"delta\":{delta},\"usage\":{usage}"));
         self.write("message_stop", r#"{"type":"message_stop"}"#);

@@ -15,7 +15,6 @@ const ROOMS: u64 = 1 << 63;
 /// assert_eq!(room % 4, 3);
 /// assert!(room < 1 << 63);
 /// ```
-#[must_use]
 pub fn bootstrap_room(random: u64, dp_size: u32, rank: u32) -> u64 {
     let dp_size = u64::from(dp_size.max(1));
     let room = random % rooms_of_all_ranks(dp_size);
@@ -44,7 +43,6 @@ fn rooms_of_all_ranks(dp_size: u64) -> u64 {
 /// let id = p2p_request_id("10.0.0.1:21001", "10.0.0.2:22001", "5f0c");
 /// assert_eq!(id, "___prefill_addr_10.0.0.1:21001___decode_addr_10.0.0.2:22001_5f0c");
 /// ```
-#[must_use]
 pub fn p2p_request_id(prefill_address: &str, decode_address: &str, unique: &str) -> String {
     format!("___prefill_addr_{prefill_address}___decode_addr_{decode_address}_{unique}")
 }

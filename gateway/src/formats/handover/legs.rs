@@ -1,7 +1,6 @@
 //! Bodies of the prefill leg and of the decode leg.
 
 use std::borrow::Cow;
-use std::fmt;
 
 use axum::body::Bytes;
 
@@ -108,7 +107,6 @@ impl LegBodies {
     }
 
     /// Body of the prefill leg. With vLLM and TensorRT-LLM, the response is not streamed.
-    #[must_use]
     pub fn prefill(&self, leg: &Transfer) -> Bytes {
         let object = self.object();
         let edit = object.edit();
@@ -134,7 +132,6 @@ impl LegBodies {
     ///
     /// NIXL and TensorRT-LLM require parameters of the prefill response. Without them, the result is the client's body,
     /// and the decode rank computes the prompt as well.
-    #[must_use]
     pub fn decode(&self, leg: &Transfer, prefill: Option<&PrefillResponse>) -> Bytes {
         let object = self.object();
         let edit = object.edit();
@@ -174,14 +171,7 @@ impl LegBodies {
         edit.finish().into()
     }
 
-    /// Number of prompts of a batch, which is a list of prompts even if it has one element.
-    #[must_use]
-    pub fn batch_size(&self) -> Option<usize> {
-        self.batch_size
-    }
-
     /// Whether the response has probabilities of the prompt's tokens, which only the prefill leg computes (SGLang).
-    #[must_use]
     pub fn wants_prompt_logprobs(&self) -> bool {
         let object = self.object();
         let is_set = |name| object.json(name).is_some_and(|json| json != "false");
@@ -190,7 +180,6 @@ impl LegBodies {
 
     /// Ids with which both engines can abort the request (SGLang). Empty if the client has chosen an id: SGLang aborts
     /// every request whose id begins with the given one. SGLang appends the number of the prompt to the id of a batch.
-    #[must_use]
     pub fn abort_ids(&self, leg: &Transfer) -> Vec<String> {
         if self.protocol != Protocol::Sglang || self.object().json("rid").is_some() {
             return Vec::new();
@@ -230,9 +219,9 @@ impl LegBodies {
         let edit = match self.batch_size {
             None => edit.set("bootstrap_host", host).set("bootstrap_port", port).set("bootstrap_room", room(0)),
             Some(n_prompts) => edit
-                .set("bootstrap_host", list((0..n_prompts).map(|_| host.as_str())))
-                .set("bootstrap_port", list((0..n_prompts).map(|_| port.as_str())))
-                .set("bootstrap_room", list((0..n_prompts).map(room))),
+                .set("bootstrap_host", list(&vec![host; n_prompts]))
+                .set("bootstrap_port", list(&vec![port; n_prompts]))
+                .set("bootstrap_room", list(&(0..n_prompts).map(room).collect::<Vec<_>>())),
         };
         let edit = match self.object().json("rid") {
             Some(_) => edit,
@@ -263,26 +252,6 @@ fn generation_only(parameters: &str) -> String {
     }
 }
 
-fn list<T: AsRef<str>>(elements: impl Iterator<Item = T>) -> String {
-    let mut list = String::from("[");
-    for (nth, element) in elements.enumerate() {
-        if nth > 0 {
-            list.push(',');
-        }
-        list.push_str(element.as_ref());
-    }
-    list.push(']');
-    list
-}
-
-/// Omits the body for confidentiality.
-impl fmt::Debug for LegBodies {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("LegBodies")
-            .field("endpoint", &self.endpoint)
-            .field("protocol", &self.protocol)
-            .field("body_bytes", &self.body.len())
-            .field("batch_size", &self.batch_size)
-            .finish_non_exhaustive()
-    }
+fn list(elements: &[String]) -> String {
+    format!("[{}]", elements.join(","))
 }

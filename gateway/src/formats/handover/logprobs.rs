@@ -33,9 +33,8 @@ impl PromptLogprobs {
     /// let body = r#"{"choices":[{"index":0,"logprobs":{"tokens":["a","b","c"],"token_logprobs":[null,-1,-2]}}]}"#;
     /// let prompt = PromptLogprobs::read(body);
     /// let decode = r#"{"choices":[{"index":0,"logprobs":{"tokens":["c"],"token_logprobs":[-2]}}]}"#;
-    /// assert_eq!(prompt.merged(decode).as_deref(), Some(body));
+    /// assert_eq!(prompt.merged(decode, &mut Vec::new()).as_deref(), Some(body));
     /// ```
-    #[must_use]
     pub fn read(body: &str) -> Self {
         let mut read = Self::default();
         match body.trim_start().starts_with("data:") {
@@ -62,21 +61,16 @@ impl PromptLogprobs {
     }
 
     /// Whether there is nothing to merge.
-    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
     /// A response or event of the decode leg with the entries of the prompt in front of its own; `None` if it does not
     /// change. Entries of the prompt that the decode engine has sent remain as they are.
-    #[must_use]
-    pub fn merged(&self, json: &str) -> Option<String> {
-        self.merged_once(json, &mut Vec::new())
-    }
-
-    /// As [`merged`](Self::merged), for the events of a stream: the first event with `logprobs` of each choice changes.
+    ///
+    /// Of the events of a stream only the first with probabilities of a choice changes.
     /// `done` has the indices of choices with such an event.
-    pub(super) fn merged_once(&self, json: &str, done: &mut Vec<String>) -> Option<String> {
+    pub fn merged(&self, json: &str, done: &mut Vec<String>) -> Option<String> {
         let object = ObjectText::parse(json, &["choices"]).ok()?;
         let choices = with_changed_elements(object.json("choices")?, |choice| self.merged_choice(choice, done))?;
         Some(object.edit().set("choices", choices).finish())

@@ -25,7 +25,7 @@ pub use ids::{bootstrap_room, p2p_request_id};
 pub use legs::{LegBodies, Transfer};
 pub use logprobs::PromptLogprobs;
 pub use refusal::NotSplit;
-pub use response::{PrefillResponse, PrefillResponseError};
+pub use response::PrefillResponse;
 pub use usage::CachedTokensRewriter;
 
 named! {
@@ -56,13 +56,11 @@ pub enum Protocol {
 
 impl Protocol {
     /// Whether a decode rank can compute prompts itself. SGLang's decode engines require a prefill leg.
-    #[must_use]
     pub fn decode_prefills(self) -> bool {
         self != Self::Sglang
     }
 
     /// Whether both legs are sent at once. The prefill leg of SGLang completes only after its decode leg connects.
-    #[must_use]
     pub fn is_concurrent(self) -> bool {
         match self {
             Self::VllmMooncake | Self::Sglang => true,

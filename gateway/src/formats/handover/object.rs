@@ -10,6 +10,8 @@ use std::ops::Range;
 use serde::de::{DeserializeSeed, Deserializer, MapAccess, Visitor};
 use serde_json::value::RawValue;
 
+use crate::formats::json::position;
+
 /// Reason why a text cannot be edited as an object.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ObjectError {
@@ -30,20 +32,16 @@ pub(crate) struct ObjectText<'a> {
 
 /// Positions of the fields in the text.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Positions {
-    known: Vec<KnownField>,
-    /// Start of the first key and end of the last value; `None` for an object without fields.
-    span: Option<Range<usize>>,
-}
+pub(crate) struct Positions(Vec<Part>);
 
-/// Position of a known field.
+/// Position of a known field, or of a run of others.
 #[derive(Clone, Debug)]
-struct KnownField {
+struct Part {
+    /// Empty for a run.
     name: &'static str,
-    key_start: usize,
+    /// From the first key to the end of the last value.
+    span: Range<usize>,
     value: Range<usize>,
-    previous_end: usize,
-    next_start: Option<usize>,
 }
 
 impl Positions {
@@ -55,13 +53,9 @@ impl Positions {
         found.map_err(ObjectError::Repeated)
     }
 
-    fn get(&self, name: &str) -> Option<&KnownField> {
-        self.known.iter().find(|field| field.name == name)
-    }
-
     /// Position of the value of a known field, including null.
     pub(crate) fn value(&self, name: &str) -> Option<Range<usize>> {
-        self.get(name).map(|field| field.value.clone())
+        self.0.iter().find(|part| part.name == name).map(|part| part.value.clone())
     }
 }
 
@@ -88,84 +82,67 @@ impl<'a> ObjectText<'a> {
 
     /// Starts an edit.
     pub(crate) fn edit(&self) -> ObjectEdit<'_, 'a> {
-        ObjectEdit { object: self, replaced: Vec::new(), removed: Vec::new(), appended: Vec::new() }
+        ObjectEdit { object: self, changes: Vec::new() }
     }
 }
 
 /// Pending changes of an object.
 pub(crate) struct ObjectEdit<'o, 'a> {
     object: &'o ObjectText<'a>,
-    replaced: Vec<(Range<usize>, Cow<'o, str>)>,
-    removed: Vec<&'o KnownField>,
-    appended: Vec<(&'static str, Cow<'o, str>)>,
+    /// New values by field; `None` for a removed one.
+    changes: Vec<(&'static str, Option<Cow<'o, str>>)>,
 }
 
 impl<'o> ObjectEdit<'o, '_> {
     /// Replaces the value of a known field in place, or appends the field. At most once for each field.
     pub(crate) fn set(mut self, name: &'static str, json: impl Into<Cow<'o, str>>) -> Self {
-        match self.object.fields.get(name) {
-            Some(field) => self.replaced.push((field.value.clone(), json.into())),
-            None => self.appended.push((name, json.into())),
-        }
+        self.changes.push((name, Some(json.into())));
         self
     }
 
     /// Replaces the value of a known field if the object has this field.
     pub(crate) fn set_present(self, name: &'static str, json: impl Into<Cow<'o, str>>) -> Self {
-        if self.object.fields.get(name).is_some() { self.set(name, json) } else { self }
+        if self.object.raw(name).is_some() { self.set(name, json) } else { self }
     }
 
     /// Removes a known field. The object must not have another change of this field.
     pub(crate) fn remove(mut self, name: &'static str) -> Self {
-        self.removed.extend(self.object.fields.get(name));
+        self.changes.push((name, None));
         self
     }
 
     /// The changed object. Without removals, all bytes outside the changed values remain.
-    pub(crate) fn finish(mut self) -> String {
-        let text = self.object.text;
+    pub(crate) fn finish(self) -> String {
+        let (text, parts) = (self.object.text, &self.object.fields.0);
         let opened = text.find('{').map_or(0, |at| at + 1);
-        let (mut start, span) = match self.object.fields.span.clone() {
-            Some(span) => (Some(span.start), span),
-            None => (None, opened..opened),
-        };
-        self.removed.sort_unstable_by_key(|field| field.key_start);
-        self.replaced.sort_unstable_by_key(|(value, _)| value.start);
-        let more: usize = self.replaced.iter().map(|(_, json)| json.len()).sum();
-        let appended: usize = self.appended.iter().map(|(name, json)| name.len() + json.len() + 4).sum();
-        let mut edited = String::with_capacity(text.len() + more + appended);
-        edited.push_str(&text[..span.start]);
-        let (mut is_first, mut replaced) = (true, self.replaced.iter().peekable());
-        let mut push_run = |edited: &mut String, run: Range<usize>| {
-            if !std::mem::take(&mut is_first) {
-                edited.push(',');
+        let start = parts.first().map_or(opened, |part| part.span.start);
+        let more = self.changes.iter().map(|(name, json)| name.len() + json.as_ref().map_or(0, |json| json.len() + 4));
+        let mut edited = String::with_capacity(text.len() + more.sum::<usize>());
+        edited.push_str(&text[..start]);
+        let mut previous = None;
+        for (n, part) in parts.iter().enumerate() {
+            let change = self.changes.iter().find(|(name, _)| *name == part.name).map(|(_, json)| json);
+            if let Some(None) = change {
+                continue;
             }
-            let mut at = run.start;
-            while let Some((value, json)) = replaced.next_if(|(value, _)| value.start < run.end) {
-                edited.push_str(&text[at..value.start]);
-                edited.push_str(json);
-                at = value.end;
+            match previous.replace(n) {
+                Some(before) if before + 1 == n => edited.push_str(&text[parts[before].span.end..part.span.start]),
+                Some(_) => edited.push(','),
+                None => {}
             }
-            edited.push_str(&text[at..run.end]);
-        };
-        for field in &self.removed {
-            if let Some(start) = start.filter(|start| *start < field.key_start) {
-                push_run(&mut edited, start..field.previous_end);
-            }
-            start = field.next_start;
-        }
-        if let Some(start) = start {
-            push_run(&mut edited, start..span.end);
-        }
-        for (name, json) in &self.appended {
-            if !std::mem::take(&mut is_first) {
-                edited.push(',');
-            }
-            for part in ["\"", name, "\":", json] {
-                edited.push_str(part);
+            match change {
+                Some(Some(json)) => edited.extend([&text[part.span.start..part.value.start], &json[..]]),
+                _ => edited.push_str(&text[part.span.clone()]),
             }
         }
-        edited.push_str(&text[span.end..]);
+        let mut is_first = previous.is_none();
+        for (name, json) in &self.changes {
+            if let Some(json) = json.as_deref().filter(|_| self.object.raw(name).is_none()) {
+                edited.extend([if is_first { "\"" } else { ",\"" }, name, "\":", json]);
+                is_first = false;
+            }
+        }
+        edited.push_str(&text[parts.last().map_or(opened, |part| part.span.end)..]);
         edited
     }
 }
@@ -195,17 +172,12 @@ struct Scan<'s> {
 }
 
 impl Scan<'_> {
-    fn position(&self, part: &RawValue) -> Range<usize> {
-        let start = part.get().as_ptr() as usize - self.text.as_ptr() as usize;
-        start..start + part.get().len()
-    }
-
-    fn known(&self, key: &RawValue) -> Option<&'static str> {
-        let key = key.get();
+    /// The known name of a key, or an empty one.
+    fn name(&self, key: &str) -> &'static str {
         // Unpaired surrogates do not decode; no known field has them.
-        let name: Cow<'_, str> =
-            if key.contains('\\') { serde_json::from_str(key).ok()? } else { Cow::Borrowed(key.trim_matches('"')) };
-        self.known.iter().copied().find(|known| *known == name)
+        let decoded = key.contains('\\').then(|| serde_json::from_str::<String>(key).unwrap_or_default());
+        let key = decoded.as_deref().unwrap_or(key.trim_matches('"'));
+        self.known.iter().copied().find(|known| *known == key).unwrap_or_default()
     }
 }
 
@@ -225,31 +197,18 @@ impl<'de> Visitor<'de> for Scan<'_> {
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
-        let mut found = Positions::default();
-        let mut repeated = None;
-        let mut was_known = false;
+        let (mut parts, mut repeated) = (Vec::<Part>::new(), None);
         while let Some((key, value)) = map.next_entry::<&RawValue, &RawValue>()? {
-            let (key_at, value_at) = (self.position(key), self.position(value));
-            if was_known && let Some(previous) = found.known.last_mut() {
-                previous.next_start = Some(key_at.start);
+            let [key_at, value] = [key, value].map(|part| position(self.text.as_bytes(), part.get()));
+            let (name, span) = (self.name(key.get()), key_at.start..value.end);
+            if !name.is_empty() && parts.iter().any(|part| part.name == name) {
+                repeated = Some(name);
             }
-            let span = found.span.get_or_insert(key_at.start..key_at.start);
-            let previous_end = span.end;
-            span.end = value_at.end;
-            let name = self.known(key);
-            was_known = name.is_some();
-            match name {
-                Some(name) if found.get(name).is_some() => repeated = Some(name),
-                Some(name) => found.known.push(KnownField {
-                    name,
-                    key_start: key_at.start,
-                    value: value_at,
-                    previous_end,
-                    next_start: None,
-                }),
-                None => {}
+            match parts.last_mut() {
+                Some(run) if run.name.is_empty() && name.is_empty() => run.span.end = span.end,
+                _ => parts.push(Part { name, span, value }),
             }
         }
-        Ok(repeated.map_or(Ok(found), Err))
+        Ok(repeated.map_or(Ok(Positions(parts)), Err))
     }
 }

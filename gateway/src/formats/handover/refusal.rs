@@ -14,8 +14,8 @@ pub(super) const BATCH_MAX: usize = 4096;
 /// use pointsman_gateway::formats::openai::Endpoint;
 ///
 /// let body = r#"{"prompt":"x","n":2}"#;
-/// let reason = LegBodies::parse(Endpoint::Completions, Protocol::VllmNixl, body.into()).unwrap_err();
-/// assert_eq!((reason, reason.name()), (NotSplit::Choices, "choices"));
+/// let bodies = LegBodies::parse(Endpoint::Completions, Protocol::VllmNixl, body.into());
+/// assert_eq!(bodies.err(), Some(NotSplit::Choices));
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
 pub enum NotSplit {
@@ -52,26 +52,6 @@ pub enum NotSplit {
     /// The body is not a JSON object.
     #[error("the body must be a JSON object")]
     NotAnObject,
-}
-
-impl NotSplit {
-    /// Label value in metrics.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Choices => "choices",
-            Self::Echo => "echo",
-            Self::PromptLogprobs => "prompt_logprobs",
-            Self::Endpoint => "endpoint",
-            Self::Batch => "batch",
-            Self::PromptEmbeds => "prompt_embeds",
-            Self::BeamSearch => "beam_search",
-            Self::Background => "background",
-            Self::Stored => "stored",
-            Self::Repeated(_) => "repeated",
-            Self::NotAnObject => "not_an_object",
-        }
-    }
 }
 
 /// Number of prompts if the body has a list of prompts.

@@ -59,13 +59,11 @@ struct Logprobs {
 
 impl CachedTokensRewriter {
     /// A rewriter for an event stream or for a JSON body.
-    #[must_use]
     pub fn new(is_events: bool) -> Self {
         Self { is_events, bytes_max: BUFFERED_BYTES_MAX, ..Self::default() }
     }
 
     /// The same, which also adds the probabilities of the prompt's tokens to the first `logprobs` of each choice.
-    #[must_use]
     pub fn adding_logprobs(self) -> Self {
         Self { logprobs: Some(Logprobs::default()), ..self }
     }
@@ -78,7 +76,6 @@ impl CachedTokensRewriter {
     }
 
     /// The same, which also replaces `kv_transfer_params` by null and keeps them.
-    #[must_use]
     pub fn taking_parameters(self) -> Self {
         Self { taken: Some(None), ..self }
     }
@@ -114,7 +111,6 @@ impl CachedTokensRewriter {
 
     /// Whether [`push`](Self::push) of this frame completes a line that may have usage or probabilities, so that it needs
     /// the values of the prefill leg.
-    #[must_use]
     pub fn needs_prefill(&self, frame: &[u8]) -> bool {
         let has_values = |bytes: &[u8]| {
             let adds_logprobs = self.logprobs.as_ref().is_some_and(|logprobs| logprobs.prompt.is_none());
@@ -188,7 +184,7 @@ impl CachedTokensRewriter {
 impl Logprobs {
     fn added(&mut self, json: &[u8]) -> Option<Vec<u8>> {
         let prompt = self.prompt.as_ref().filter(|prompt| !prompt.is_empty() && contains_object(json, LOGPROBS))?;
-        prompt.merged_once(std::str::from_utf8(json).ok()?, &mut self.done).map(String::into_bytes)
+        prompt.merged(std::str::from_utf8(json).ok()?, &mut self.done).map(String::into_bytes)
     }
 }
 

@@ -92,7 +92,6 @@ pub struct RankFacts<'a> {
 }
 
 /// Status of a rank and its problems, the most serious first.
-#[must_use]
 pub fn rank(facts: &RankFacts<'_>) -> (&'static str, Vec<Problem>) {
     let mut problems = Vec::new();
     let mut status = "serving";
@@ -178,7 +177,6 @@ pub struct ModelFacts<'a> {
 
 /// Level and state of a model in one sentence, given the most serious problem of each rank with one: each cause once, with
 /// its engines or ranks, and the consequence last.
-#[must_use]
 pub fn model(facts: &ModelFacts<'_>, rank_problems: &[RankProblem]) -> (Level, String) {
     let ModelFacts { registered, eligible, .. } = *facts;
     let mut problems = Vec::new();

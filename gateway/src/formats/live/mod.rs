@@ -157,7 +157,6 @@ pub struct HitsState {
 
 impl HitsState {
     /// Predicted and delivered cached tokens as shares of the prompts; none without prompts.
-    #[must_use]
     #[expect(clippy::cast_precision_loss, reason = "shares are shown in percent")]
     pub fn shares(&self) -> Option<(f64, f64)> {
         let prompt = self.prompt_tokens as f64;

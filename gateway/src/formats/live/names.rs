@@ -11,7 +11,6 @@
 /// assert_eq!(worker_name("http://user:secret@10.0.0.7:8000/"), "10.0.0.7:8000");
 /// assert_eq!(worker_name("https://engines.local/a"), "engines.local/a");
 /// ```
-#[must_use]
 pub fn worker_name(endpoint: &str) -> &str {
     let address = endpoint.split_once("://").map_or(endpoint, |(_, address)| address).trim_end_matches('/');
     let path_at = address.find('/').unwrap_or(address.len());
@@ -26,7 +25,6 @@ pub fn worker_name(endpoint: &str) -> &str {
 ///
 /// assert_eq!(rank_name("http://10.0.0.7:8000", 1), "10.0.0.7:8000/1");
 /// ```
-#[must_use]
 pub fn rank_name(endpoint: &str, rank: u32) -> String {
     format!("{}/{rank}", worker_name(endpoint))
 }

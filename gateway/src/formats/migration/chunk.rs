@@ -1,13 +1,10 @@
-//! One event of a streamed chat or completion: its fields, and edits in place.
+//! Parsed fields of one event of a streamed chat or completion.
 
 use std::borrow::Cow;
-use std::ops::Range;
 
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 use serde_json::value::RawValue;
-
-use crate::formats::json::spliced;
 
 /// Parsed fields of a chunk.
 #[derive(Deserialize)]
@@ -93,31 +90,5 @@ impl Choice<'_> {
     pub(super) fn is_opening(&self) -> bool {
         let has_role = self.delta.as_ref().is_some_and(|delta| delta.role.is_some());
         has_role && self.text().is_empty() && !self.has_other_output() && self.finish_reason.is_none()
-    }
-}
-
-/// Pending replacements of values in a text.
-pub(super) struct Edits<'a> {
-    text: &'a str,
-    replaced: Vec<(Range<usize>, Cow<'a, str>)>,
-}
-
-impl<'a> Edits<'a> {
-    pub(super) fn of(text: &'a str) -> Self {
-        Self { text, replaced: Vec::new() }
-    }
-
-    /// Replaces a value of the text, if present and different.
-    pub(super) fn set(&mut self, value: Option<&'a RawValue>, json: impl Into<Cow<'a, str>>) {
-        let (Some(value), json) = (value, json.into()) else { return };
-        if value.get() != json {
-            let start = value.get().as_ptr() as usize - self.text.as_ptr() as usize;
-            self.replaced.push((start..start + value.get().len(), json));
-        }
-    }
-
-    /// The edited text; `None` without changes.
-    pub(super) fn finish(self) -> Option<Vec<u8>> {
-        (!self.replaced.is_empty()).then(|| spliced(self.text.as_bytes(), self.replaced))
     }
 }

@@ -11,12 +11,10 @@
 
 mod chunk;
 mod request;
-mod sent_output;
 mod stream;
 
 #[cfg(test)]
 mod tests;
 
-pub use request::{ResumableRequest, Resume};
-pub use sent_output::SentOutput;
+pub use request::{ResumableRequest, Resume, SentOutput};
 pub use stream::{StreamJoiner, StreamState};

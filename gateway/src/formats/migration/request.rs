@@ -5,9 +5,8 @@ use std::borrow::Cow;
 use axum::body::Bytes;
 use serde::Deserialize;
 
-use super::sent_output::SentOutput;
 use crate::formats::handover::object::{ObjectEdit, ObjectText, Positions, elements};
-use crate::formats::json::quoted;
+use crate::formats::json::{include_usage, quoted};
 use crate::formats::openai::Endpoint;
 
 /// Default of `max_tokens` in the completions API.
@@ -64,6 +63,36 @@ pub struct ResumableRequest {
     pub(super) includes_usage: bool,
 }
 
+/// Output that the client has received.
+#[derive(Clone, Debug, Default)]
+pub struct SentOutput {
+    /// The text.
+    pub text: String,
+    /// Ids of the tokens of the text, then of tokens without text yet.
+    pub(super) ids: Vec<u32>,
+    /// Length of the first part of the ids.
+    pub(super) ids_sent: usize,
+    /// Whether an event with text had no ids.
+    pub(super) lacks_ids: bool,
+    pub(super) tokens: u32,
+}
+
+impl SentOutput {
+    /// Token ids of the text; `None` if not all are known.
+    pub fn token_ids(&self) -> Option<&[u32]> {
+        (!self.lacks_ids).then(|| &self.ids[..self.ids_sent])
+    }
+
+    /// Number of tokens: by token ids or by the engine's usage if the stream has them, otherwise the number of events.
+    pub fn tokens(&self) -> u32 {
+        self.tokens
+    }
+
+    pub(super) fn clear(&mut self) {
+        *self = Self { tokens: self.tokens, lacks_ids: true, ..Self::default() };
+    }
+}
+
 /// How to continue after a failure.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Resume {
@@ -76,11 +105,6 @@ pub enum Resume {
 }
 
 #[derive(Deserialize)]
-struct StreamOptions {
-    include_usage: Option<bool>,
-}
-
-#[derive(Deserialize)]
 struct Message<'a> {
     #[serde(borrow)]
     role: Option<Cow<'a, str>>,
@@ -88,7 +112,6 @@ struct Message<'a> {
 
 impl ResumableRequest {
     /// Parses the body for the worker; `None` for a request without a sound resumption.
-    #[must_use]
     pub fn parse(endpoint: Endpoint, body: &Bytes) -> Option<Self> {
         let text = str::from_utf8(body).ok()?;
         let known: Vec<&'static str> = [UNRESUMABLE, FALSE_ONLY, ZERO_ONLY, READ].concat();
@@ -98,8 +121,7 @@ impl ResumableRequest {
         if !is_sound(&object, form) {
             return None;
         }
-        let options = object.json("stream_options").and_then(|json| serde_json::from_str(json).ok());
-        let includes_usage = options.is_some_and(|StreamOptions { include_usage }| include_usage == Some(true));
+        let includes_usage = include_usage(object.json("stream_options"));
         let returns_ids = object.json("return_token_ids").is_some_and(|json| json != "false");
         let hides_token_ids = form == PromptForm::TokenIds && !returns_ids;
         let is_chat = endpoint == Endpoint::Chat;
@@ -112,7 +134,6 @@ impl ResumableRequest {
     }
 
     /// The body for the first attempt: that of the client, with `return_token_ids` if the prompt is token ids.
-    #[must_use]
     pub fn body(&self) -> &Bytes {
         &self.body
     }
@@ -126,7 +147,6 @@ impl ResumableRequest {
     ///
     /// # Panics
     /// Never: the body has been parsed.
-    #[must_use]
     pub fn resume(&self, output: &SentOutput) -> Resume {
         if output.tokens() == 0 {
             return Resume::Send(self.body.clone());
@@ -136,12 +156,12 @@ impl ResumableRequest {
         let edit = object.edit();
         let edit = match self.form {
             PromptForm::Chat => {
-                let message = format!(",{{\"role\":\"assistant\",\"content\":{}}}]", quoted(output.text()));
+                let message = format!(",{{\"role\":\"assistant\",\"content\":{}}}]", quoted(&output.text));
                 edit.set("messages", extended(&object, "messages", &message))
                     .set("continue_final_message", "true")
                     .set("add_generation_prompt", "false")
             }
-            PromptForm::Text => edit.set("prompt", extended(&object, "prompt", &quoted(output.text())[1..])),
+            PromptForm::Text => edit.set("prompt", extended(&object, "prompt", &quoted(&output.text)[1..])),
             PromptForm::TokenIds => {
                 let Some(ids) = output.token_ids() else { return Resume::Unknown };
                 let ids: String = ids.iter().map(|id| format!(",{id}")).collect();

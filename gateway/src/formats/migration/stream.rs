@@ -4,14 +4,16 @@
 //! client. Events of the first attempt pass unchanged and uncopied, except for token ids that the client did not request.
 //! Memory is bounded by the longest resumable output and one event.
 
+use std::borrow::Cow;
+
 use axum::body::Bytes;
 use pointsman::{AnswerKind, AnswerReader};
+use serde_json::value::RawValue;
 
-use super::chunk::{Choice, Chunk, Edits, Usage};
-use super::request::ResumableRequest;
-use super::sent_output::SentOutput;
+use super::chunk::{Choice, Chunk, Usage};
+use super::request::{ResumableRequest, SentOutput};
 use crate::formats::handover::object::ObjectText;
-use crate::formats::json::with_changed_parts;
+use crate::formats::json::{position, spliced, with_changed_parts};
 
 /// Maximum size of a withheld event. A longer one passes in parts and ends the resumability.
 const EVENT_BYTES_MAX: usize = 4 << 20;
@@ -57,7 +59,7 @@ struct Identity {
 /// let mut joiner = StreamJoiner::new(&request, 100);
 /// let first = "data: {\"id\":\"x\",\"choices\":[{\"text\":\" b\"}]}\n\n";
 /// assert_eq!(joiner.push(format!("{first}data: {{").into()), first);
-/// assert_eq!((joiner.output().text(), joiner.state()), (" b", StreamState::Resumable));
+/// assert_eq!((&*joiner.output().text, joiner.state()), (" b", StreamState::Resumable));
 /// joiner.resume();
 /// let second = joiner.push("data: {\"id\":\"y\",\"choices\":[{\"text\":\" c\"}]}\n\n".into());
 /// assert_eq!(second, "data: {\"id\":\"x\",\"choices\":[{\"text\":\" c\"}]}\n\n");
@@ -87,7 +89,6 @@ pub struct StreamJoiner {
 
 impl StreamJoiner {
     /// A joiner for the first attempt. Output of more than `tokens_max` tokens is not resumable.
-    #[must_use]
     pub fn new(request: &ResumableRequest, tokens_max: u32) -> Self {
         Self {
             is_chat: request.is_chat,
@@ -100,7 +101,6 @@ impl StreamJoiner {
     }
 
     /// Whether the stream can be resumed now.
-    #[must_use]
     pub fn state(&self) -> StreamState {
         let has_other_ids = !self.hides_token_ids && self.output.ids.len() > self.output.ids_sent;
         let is_unknown = self.needs_token_ids && (self.output.lacks_ids || has_other_ids);
@@ -112,7 +112,6 @@ impl StreamJoiner {
     }
 
     /// The output so far.
-    #[must_use]
     pub fn output(&self) -> &SentOutput {
         &self.output
     }
@@ -140,7 +139,6 @@ impl StreamJoiner {
 
     /// Whether the engine ended the attempt with a server error after which the stream can be resumed. The error is
     /// withheld.
-    #[must_use]
     pub fn has_failed(&self) -> bool {
         !self.error.is_empty()
     }
@@ -270,15 +268,15 @@ impl StreamJoiner {
             return Some(Vec::new());
         }
         let json = self.rewritten(data, &chunk)?;
-        let start = data.as_ptr() as usize - text.as_ptr() as usize;
-        Some([&event[..start], &json, &event[start + data.len()..]].concat())
+        let at = position(event, data);
+        Some([&event[..at.start], &json, &event[at.end..]].concat())
     }
 
     /// Records the output of a chunk.
     fn read(&mut self, chunk: &Chunk<'_>) {
         let usage = chunk.usage.and_then(|usage| serde_json::from_str::<Usage>(usage.get()).ok());
         if self.first.is_none() {
-            let json = |value: Option<&serde_json::value::RawValue>| value.map(|value| value.get().to_owned());
+            let json = |value: Option<&RawValue>| value.map(|value| value.get().to_owned());
             self.first = Some(Identity {
                 id: json(chunk.id),
                 created: json(chunk.created),
@@ -334,21 +332,23 @@ impl StreamJoiner {
             return None;
         }
         let usage = self.resumed_after.and_then(|tokens| self.whole_usage(chunk.usage?.get(), tokens));
-        let mut edits = Edits::of(data);
-        let choices = chunk.choices.as_deref().unwrap_or_default();
-        for choice in choices {
-            edits.set(choice.prompt_token_ids, "null");
-            edits.set(choice.token_ids.filter(|_| self.hides_token_ids), "null");
+        let mut values: Vec<(Option<&RawValue>, Cow<'_, str>)> = vec![(chunk.prompt_token_ids, "null".into())];
+        for choice in chunk.choices.as_deref().unwrap_or_default() {
+            values.push((choice.prompt_token_ids, "null".into()));
+            values.push((choice.token_ids.filter(|_| self.hides_token_ids), "null".into()));
         }
-        edits.set(chunk.prompt_token_ids, "null");
         if let Some(Identity { id, created, model, .. }) = self.first.as_ref().filter(|_| self.resumed_after.is_some())
         {
             for (value, first) in [(chunk.id, id), (chunk.created, created), (chunk.model, model)] {
-                edits.set(value.filter(|_| first.is_some()), first.as_deref().unwrap_or_default());
+                values.extend(first.as_deref().map(|first| (value, first.into())));
             }
-            edits.set(chunk.usage.filter(|_| usage.is_some()), usage.unwrap_or_default());
+            values.extend(usage.map(|usage| (chunk.usage, usage.into())));
         }
-        edits.finish()
+        let given = values.into_iter().filter_map(|(value, json)| Some((value?.get(), json)));
+        let changed =
+            given.filter(|(value, json)| value != json).map(|(value, json)| (position(data.as_bytes(), value), json));
+        let changed: Vec<_> = changed.collect();
+        (!changed.is_empty()).then(|| spliced(data.as_bytes(), changed))
     }
 
     /// Usage of the request in place of that of the attempt.

@@ -320,7 +320,7 @@ proptest! {
                 resume["prompt"].as_str().expect("text").strip_prefix("one").expect("the prompt").to_owned()
             };
             prop_assert_eq!(&continued, &output);
-            prop_assert_eq!(joiner.output().text(), output);
+            prop_assert_eq!(&joiner.output().text, &output);
             joiner.resume();
             nth += 1;
         }

@@ -1,6 +1,10 @@
 //! Name of the model in responses: the one that the client requested, in place of that at the worker.
 
+use std::ops::Range;
+
 use axum::body::Bytes;
+
+use crate::formats::json::quoted;
 
 /// Key of the name, in responses, chunks and events.
 const KEY: &[u8] = b"\"model\"";
@@ -26,10 +30,7 @@ pub struct AnsweredModel {
 /// What follows a key.
 enum Value {
     /// The name, which ends here.
-    Name {
-        start: usize,
-        end: usize,
-    },
+    Name(Range<usize>),
     /// Possibly the name.
     Incomplete,
     Other,
@@ -37,10 +38,8 @@ enum Value {
 
 impl AnsweredModel {
     /// For a model with this name at the worker, which the client requested by another one.
-    #[must_use]
     pub fn new(at_worker: &str, requested: &str) -> Self {
-        let json = |name: &str| serde_json::Value::from(name).to_string();
-        Self { at_worker: json(at_worker), requested: json(requested), held: Vec::new() }
+        Self { at_worker: quoted(at_worker), requested: quoted(requested), held: Vec::new() }
     }
 
     /// Accepts bytes of the response and returns those for the client, which may be empty.
@@ -53,7 +52,7 @@ impl AnsweredModel {
         while let Some(key) = text[at..].windows(KEY.len()).position(|part| part == KEY) {
             at += key + KEY.len();
             match self.value_at(&text, at) {
-                Value::Name { start, end } => {
+                Value::Name(Range { start, end }) => {
                     changed.extend_from_slice(&text[sent..start]);
                     changed.extend_from_slice(self.requested.as_bytes());
                     (sent, at) = (end, end);
@@ -87,7 +86,7 @@ impl AnsweredModel {
         };
         let (name, start) = (self.at_worker.as_bytes(), text.len() - rest.len());
         if rest.starts_with(name) {
-            Value::Name { start, end: start + name.len() }
+            Value::Name(start..start + name.len())
         } else if name.starts_with(rest) {
             Value::Incomplete
         } else {

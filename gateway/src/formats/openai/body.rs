@@ -5,7 +5,6 @@
 //! messages.
 
 use std::borrow::Cow;
-use std::fmt;
 use std::ops::Range;
 
 use axum::body::Bytes;
@@ -19,7 +18,7 @@ use super::fields::{Fields, Given};
 use super::prompt;
 use super::session::Session;
 use super::work::FurtherWork;
-use crate::formats::json::{quoted, spliced};
+use crate::formats::json::{include_usage, quoted, spliced};
 
 /// A request body and its parsed routing fields.
 ///
@@ -61,12 +60,6 @@ pub struct RequestBody {
     pub further: FurtherWork,
     body: Bytes,
     spans: Spans,
-}
-
-/// Read options of a stream.
-#[derive(Deserialize)]
-struct StreamOptions {
-    include_usage: Option<bool>,
 }
 
 /// Output limit in the sampling parameters of one prompt: vLLM's name and SGLang's.
@@ -144,11 +137,8 @@ impl RequestBody {
         let further = FurtherWork::read(endpoint, &fields)?;
         let session = Session::of_body(&fields);
         let spans = Spans::of(&fields, &body);
-        // Engines check the options of a stream.
-        let options = fields.stream_options.json().and_then(|json| serde_json::from_str(json).ok());
-        let include_usage = options.is_some_and(|StreamOptions { include_usage }| include_usage == Some(true));
         Ok(Self {
-            include_usage,
+            include_usage: include_usage(fields.stream_options.json()),
             endpoint,
             model,
             stream,
@@ -165,7 +155,6 @@ impl RequestBody {
     }
 
     /// A body that is forwarded as it is.
-    #[must_use]
     pub fn unread(endpoint: Endpoint, body: Bytes) -> Self {
         Self::opaque(endpoint, body, None, false)
     }
@@ -191,14 +180,12 @@ impl RequestBody {
     }
 
     /// Length of the body.
-    #[must_use]
     pub fn body_bytes(&self) -> usize {
         self.body.len()
     }
 
     /// The body with these changes; without changes, the same bytes. Fields that select a rank or a cache source are
     /// always set to null.
-    #[must_use]
     pub fn body(&self, edits: Edits<'_>) -> Bytes {
         let model = edits.model.filter(|model| self.model.as_deref() != Some(model));
         if self.endpoint.form() != BodyForm::Json {
@@ -262,25 +249,5 @@ impl Spans {
             cache_salt: fields.cache_salt.span(body),
             places: given.filter_map(|given| given.span(body)).collect(),
         }
-    }
-}
-
-/// Omits prompt and salt for confidentiality.
-impl fmt::Debug for RequestBody {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("RequestBody")
-            .field("endpoint", &self.endpoint)
-            .field("model", &self.model)
-            .field("stream", &self.stream)
-            .field("output_tokens_max", &self.output_tokens_max)
-            .field("body_bytes", &self.body.len())
-            .finish_non_exhaustive()
-    }
-}
-
-/// Omits the salt for confidentiality.
-impl fmt::Debug for Edits<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Edits").field("model", &self.model).finish_non_exhaustive()
     }
 }

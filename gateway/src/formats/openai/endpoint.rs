@@ -86,7 +86,6 @@ endpoints! {
 
 impl Endpoint {
     /// The endpoint with this path.
-    #[must_use]
     pub fn of_path(path: &str) -> Option<Self> {
         let exact = |endpoint: &Self| endpoint.row().paths.contains(&path);
         let fitting = |endpoint: &Self| endpoint.row().paths.iter().any(|pattern| fits(pattern, path));
@@ -98,38 +97,32 @@ impl Endpoint {
     }
 
     /// The first path of the endpoint, at the gateway and at workers.
-    #[must_use]
     pub fn path(self) -> &'static str {
         self.row().paths.first().copied().unwrap_or_default()
     }
 
     /// Methods, as in the header `Allow`.
-    #[must_use]
     pub fn methods(self) -> &'static str {
         self.row().methods
     }
 
     /// Form of the request body.
-    #[must_use]
     pub fn form(self) -> BodyForm {
         self.row().form
     }
 
     /// Whether the response is a sequence of generated tokens, which can be streamed.
-    #[must_use]
     pub fn generates(self) -> bool {
         self.row().work == Work::Generation
     }
 
     /// Whether a request causes work on the accelerator of an engine. Tokenization causes none.
-    #[must_use]
     pub fn has_engine_work(self) -> bool {
         self.row().work != Work::Lookup
     }
 
     /// Whether responses have one format at all engines, which can be validated. SGLang returns a list for several prompts
     /// of `/generate`.
-    #[must_use]
     pub fn has_known_response(self, is_streamed: bool) -> bool {
         match self {
             Self::Generate => is_streamed,
@@ -139,14 +132,12 @@ impl Endpoint {
     }
 
     /// The id of a stored response in the path.
-    #[must_use]
     pub fn response_id(self, path: &str) -> Option<&str> {
         let has_id = matches!(self, Self::Response | Self::CancelResponse);
         path.strip_prefix("/v1/responses/").filter(|_| has_id)?.split('/').next()
     }
 
     /// Whether requests, responses and errors have Anthropic's format.
-    #[must_use]
     pub fn is_anthropic(self) -> bool {
         matches!(self, Self::Messages | Self::CountTokens)
     }

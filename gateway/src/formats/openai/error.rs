@@ -78,8 +78,16 @@ pub struct ApiError {
 }
 
 impl ApiError {
-    pub(super) fn new(status: StatusCode, kind: ErrorType, code: &'static str, message: impl Into<String>) -> Self {
+    /// An error of the type of its status.
+    pub(crate) fn new(status: StatusCode, code: &'static str, message: impl Into<String>) -> Self {
         let (message, headers) = (message.into(), Vec::new());
+        let kind = match status.as_u16() {
+            401 | 403 => ErrorType::Authentication,
+            404 => ErrorType::NotFound,
+            429 => ErrorType::RateLimit,
+            400..=499 => ErrorType::InvalidRequest,
+            _ => ErrorType::Server,
+        };
         Self { status, kind, code, message, param: None, retry_after_s: None, headers }
     }
 
@@ -95,23 +103,22 @@ impl ApiError {
 
     /// Invalid request: 400.
     pub fn invalid(code: &'static str, param: Option<&'static str>, message: impl Into<String>) -> Self {
-        Self { param, ..Self::new(StatusCode::BAD_REQUEST, ErrorType::InvalidRequest, code, message) }
+        Self { param, ..Self::new(StatusCode::BAD_REQUEST, code, message) }
     }
 
     /// No response from a worker: 502, 503 or 504.
     pub fn unavailable(status: StatusCode, code: &'static str, message: impl Into<String>) -> Self {
-        Self { retry_after_s: Some(1), ..Self::new(status, ErrorType::Server, code, message) }
+        Self { retry_after_s: Some(1), ..Self::new(status, code, message) }
     }
 
     /// Overload: 429, with a retry time in whole seconds, at least one.
     pub fn overloaded(code: &'static str, message: impl Into<String>, retry_after: Duration) -> Self {
         let seconds = retry_after.as_secs() + u64::from(retry_after.subsec_nanos() > 0);
-        let error = Self::new(StatusCode::TOO_MANY_REQUESTS, ErrorType::RateLimit, code, message);
+        let error = Self::new(StatusCode::TOO_MANY_REQUESTS, code, message);
         Self { retry_after_s: Some(seconds.max(1)), ..error }
     }
 
     /// Request above a limit of its tenant or key: 429.
-    #[must_use]
     pub fn limit_exceeded(limit: Limit, max: u64, retry_after: Duration) -> Self {
         let (code, unit) = match limit {
             Limit::RequestsPerMinute => ("rate_limit_exceeded", "requests per minute"),
@@ -124,50 +131,43 @@ impl ApiError {
     }
 
     /// Invalid header value: 400. `rule` completes a sentence that starts with the header name.
-    #[must_use]
     pub fn header_invalid(name: &'static str, rule: &str) -> Self {
         Self::invalid("invalid_header", Some(name), format!("header {name} {rule}"))
     }
 
     /// Model not served, or not for this client: 404.
-    #[must_use]
     pub fn model_not_found(name: &str) -> Self {
         let shown: String = name.chars().take(ECHO_CHARS_MAX).collect();
         let message = format!("the model {shown:?} does not exist");
-        let error = Self::new(StatusCode::NOT_FOUND, ErrorType::InvalidRequest, "model_not_found", message);
-        Self { param: Some("model"), ..error }
+        let error = Self::new(StatusCode::NOT_FOUND, "model_not_found", message);
+        Self { param: Some("model"), kind: ErrorType::InvalidRequest, ..error }
     }
 
     /// No engine stores the response: 404.
-    #[must_use]
     pub fn response_not_found(id: &str) -> Self {
         let shown: String = id.chars().take(ECHO_CHARS_MAX).collect();
         let message = format!("Response with id {shown:?} not found.");
-        let error = Self::new(StatusCode::NOT_FOUND, ErrorType::InvalidRequest, "response_not_found", message);
-        Self { param: Some("response_id"), ..error }
+        let error = Self::new(StatusCode::NOT_FOUND, "response_not_found", message);
+        Self { param: Some("response_id"), kind: ErrorType::InvalidRequest, ..error }
     }
 
     /// Unsupported method: 405. `allow` lists the supported methods, as in `GET, HEAD`.
-    #[must_use]
     pub fn method_not_allowed(allow: &'static str) -> Self {
         let (status, message) = (StatusCode::METHOD_NOT_ALLOWED, format!("the method must be {allow}"));
-        Self::new(status, ErrorType::InvalidRequest, "method_not_allowed", message).with_header(header::ALLOW, allow)
+        Self::new(status, "method_not_allowed", message).with_header(header::ALLOW, allow)
     }
 
     /// Body above `bytes_max`: 413. The rest of the body is not read.
-    #[must_use]
     pub fn too_large(bytes_max: u64) -> Self {
         let message = format!("the body is longer than {bytes_max} bytes");
-        Self::new(StatusCode::PAYLOAD_TOO_LARGE, ErrorType::InvalidRequest, "body_too_large", message).closing()
+        Self::new(StatusCode::PAYLOAD_TOO_LARGE, "body_too_large", message).closing()
     }
 
     /// Transfer coding other than `chunked`: 501.
-    #[must_use]
     pub fn transfer_encoding_unsupported() -> Self {
         let message = "header Transfer-Encoding must be chunked";
-        let (status, kind) = (StatusCode::NOT_IMPLEMENTED, ErrorType::InvalidRequest);
-        let error = Self::new(status, kind, "transfer_encoding_unsupported", message).closing();
-        Self { param: Some("transfer-encoding"), ..error }
+        let error = Self::new(StatusCode::NOT_IMPLEMENTED, "transfer_encoding_unsupported", message).closing();
+        Self { param: Some("transfer-encoding"), kind: ErrorType::InvalidRequest, ..error }
     }
 }
 
@@ -175,17 +175,17 @@ impl ApiError {
 macro_rules! constant_errors {
     ($($(#[$about:meta])* $name:ident = $error:expr;)*) => {
         impl ApiError {
-            $($(#[$about])* #[must_use] pub fn $name() -> Self { $error })*
+            $($(#[$about])* pub fn $name() -> Self { $error })*
         }
     };
 }
 
 constant_errors! {
     /// No worker among the endpoints to which a proxy limits the choice: 503.
-    no_endpoint = Self::new(StatusCode::SERVICE_UNAVAILABLE, ErrorType::Server, "no_endpoint",
+    no_endpoint = Self::new(StatusCode::SERVICE_UNAVAILABLE, "no_endpoint",
         "no worker of the model is among the endpoints that the proxy accepts");
     /// No token count for this prompt: 501.
-    token_count_unavailable = Self::new(StatusCode::NOT_IMPLEMENTED, ErrorType::Server, "token_count_unavailable",
+    token_count_unavailable = Self::new(StatusCode::NOT_IMPLEMENTED, "token_count_unavailable",
         "the tokens of this prompt cannot be counted");
     /// Queue timeout of the gateway: 429.
     queue_timeout = Self::overloaded("queue_timeout",
@@ -193,10 +193,10 @@ constant_errors! {
     /// Invalid query of `/ready`: 400.
     query_invalid = Self::invalid("invalid_query", Some("model"), "the query must name at most one model");
     /// Missing or unknown key: 401. The response does not distinguish them.
-    unauthorized = Self::new(StatusCode::UNAUTHORIZED, ErrorType::Authentication, "invalid_api_key",
+    unauthorized = Self::new(StatusCode::UNAUTHORIZED, "invalid_api_key",
         "a valid API key is required: Authorization: Bearer KEY");
     /// Unknown path: 404.
-    not_found = Self::new(StatusCode::NOT_FOUND, ErrorType::NotFound, "path_not_found", "this path does not exist");
+    not_found = Self::new(StatusCode::NOT_FOUND, "path_not_found", "this path does not exist");
     /// Connection above `connections_max`: 503.
     too_many_connections = Self::unavailable(StatusCode::SERVICE_UNAVAILABLE, "too_many_connections",
         "the gateway has reached its connection limit").closing();
@@ -204,12 +204,12 @@ constant_errors! {
     body_budget_exhausted = Self::unavailable(StatusCode::SERVICE_UNAVAILABLE, "body_budget_exhausted",
         "the memory budget of request bodies is exhausted").closing();
     /// Body idle timeout: 408.
-    body_timeout = Self::new(StatusCode::REQUEST_TIMEOUT, ErrorType::InvalidRequest, "body_timeout",
+    body_timeout = Self::new(StatusCode::REQUEST_TIMEOUT, "body_timeout",
         "the body did not arrive in time").closing();
     /// Truncated body or invalid HTTP framing: 400.
     body_broken = Self::invalid("body_broken", None, "the body ended early or has invalid HTTP framing").closing();
     /// Coding of a body that the gateway does not read: 415.
-    coding_unsupported = Self::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, ErrorType::InvalidRequest, "unsupported_coding",
+    coding_unsupported = Self::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, "unsupported_coding",
         "header Content-Encoding must be gzip, deflate or zstd").with_header(header::ACCEPT_ENCODING, "gzip, deflate, zstd");
     /// Body without the format of its coding: 400.
     coding_invalid = Self::invalid("invalid_coding", None, "the body does not have the format of its Content-Encoding");
@@ -227,7 +227,7 @@ constant_errors! {
     draining = Self::unavailable(StatusCode::SERVICE_UNAVAILABLE, "draining", "the gateway is shutting down").closing();
     /// Defect of the gateway: 500. The log has the cause.
     internal =
-        Self::new(StatusCode::INTERNAL_SERVER_ERROR, ErrorType::Server, "internal", "internal error of the gateway");
+        Self::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", "internal error of the gateway");
 }
 
 impl ApiError {

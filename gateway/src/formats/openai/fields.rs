@@ -13,7 +13,7 @@ use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::value::RawValue;
 
 use super::error::ApiError;
-use crate::formats::json::inner;
+use crate::formats::json::{inner, position};
 
 /// Maximum nesting depth, equal to most JSON parsers, including those of workers.
 pub(super) const DEPTH_MAX: usize = 128;
@@ -79,23 +79,22 @@ impl<'a> Given<'a> {
 
     /// Position of the value in the body, including null.
     pub(super) fn span(self, body: &[u8]) -> Option<Range<usize>> {
-        let raw = self.raw?.get();
-        let start = raw.as_ptr() as usize - body.as_ptr() as usize;
-        Some(start..start + raw.len())
+        Some(position(body, self.raw?.get()))
     }
 
     /// A list, as JSON.
     pub(super) fn list(self, body: &Bytes) -> Result<Option<Bytes>, ApiError> {
-        match self.json() {
-            Some(raw) if !raw.starts_with('[') => Err(self.wrong("a list")),
-            Some(_) | None => Ok(self.part(body)),
-        }
+        self.beginning_with('[', "a list", body)
     }
 
-    /// An object, as JSON.
+    /// JSON of an object.
     pub(super) fn object(self, body: &Bytes) -> Result<Option<Bytes>, ApiError> {
+        self.beginning_with('{', "an object", body)
+    }
+
+    fn beginning_with(self, first: char, expected: &str, body: &Bytes) -> Result<Option<Bytes>, ApiError> {
         match self.json() {
-            Some(raw) if !raw.starts_with('{') => Err(self.wrong("an object")),
+            Some(raw) if !raw.starts_with(first) => Err(self.wrong(expected)),
             Some(_) | None => Ok(self.part(body)),
         }
     }

@@ -23,7 +23,7 @@ impl RequestBody {
         let content_type = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
         let boundary = content_type.and_then(boundary).ok_or_else(invalid)?;
         let (mut models, mut stream) = (Vec::new(), false);
-        for Field { name, content } in fields(&body, boundary).ok_or_else(invalid)? {
+        for (name, content) in fields(&body, boundary).ok_or_else(invalid)? {
             let text = str::from_utf8(&body[content.clone()]).unwrap_or_default();
             match name {
                 "model" if !text.is_empty() => models.push((text.to_owned(), content)),
@@ -55,14 +55,8 @@ fn parameter<'a>(mut parts: impl Iterator<Item = &'a str>, name: &str) -> Option
     Some(value.strip_prefix('"').and_then(|value| value.strip_suffix('"')).unwrap_or(value))
 }
 
-/// A field that is no file.
-struct Field<'a> {
-    name: &'a str,
-    content: Range<usize>,
-}
-
 /// The fields that are no files; `None` without a final delimiter.
-fn fields<'a>(body: &'a [u8], boundary: &str) -> Option<Vec<Field<'a>>> {
+fn fields<'a>(body: &'a [u8], boundary: &str) -> Option<Vec<(&'a str, Range<usize>)>> {
     let delimiter = AhoCorasick::new([["--", boundary].concat()]).ok()?;
     let is_at_line = |at: usize| at == 0 || body[..at].ends_with(b"\r\n");
     let mut found = delimiter.find_iter(body).filter(|found| is_at_line(found.start())).peekable();
@@ -75,7 +69,7 @@ fn fields<'a>(body: &'a [u8], boundary: &str) -> Option<Vec<Field<'a>>> {
         let part = body.get(start.end()..end)?;
         let head = part.windows(4).position(|at| at == b"\r\n\r\n")?;
         if let Some(name) = str::from_utf8(&part[..head]).ok().and_then(field_name) {
-            fields.push(Field { name, content: start.end() + head + 4..end });
+            fields.push((name, start.end() + head + 4..end));
         }
     }
     None

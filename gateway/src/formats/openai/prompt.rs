@@ -139,13 +139,9 @@ fn token_ids(list: &str) -> Option<Vec<u32>> {
 /// First element of a list; the others are skipped.
 fn first<'a, T: Deserialize<'a>>(list: &'a str) -> Option<T> {
     let mut first = None;
-    let _ = each(
-        list,
-        || (),
-        |_, element| {
-            first = Some(element);
-            Err(())
-        },
-    );
+    let _ = each(list, Default::default, |_, element| {
+        first = Some(element);
+        Err(())
+    });
     first
 }

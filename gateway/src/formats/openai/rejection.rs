@@ -6,7 +6,7 @@ use axum::http::StatusCode;
 use pointsman::error::{Down, RouteError};
 use pointsman::{Filter, LimitKind, Rejection};
 
-use super::error::{ApiError, ErrorType};
+use super::error::ApiError;
 use super::headers::{CLASS, ON_TARGET_MISS, PRIORITY_JUMP, SESSION_ID};
 
 const A_SECOND: Duration = Duration::from_secs(1);
@@ -23,7 +23,7 @@ impl From<RouteError> for ApiError {
             RouteError::Overloaded { .. } => Self::overloaded("queue_full", "too many requests are waiting", A_SECOND),
             RouteError::DuplicateRequest(_) => {
                 let message = "a request with this id is still in flight";
-                Self::new(StatusCode::CONFLICT, ErrorType::InvalidRequest, "duplicate_request", message)
+                Self::new(StatusCode::CONFLICT, "duplicate_request", message)
             }
             RouteError::PromptTooLong { prompt_tokens } => {
                 let message = format!("the prompt has {prompt_tokens} tokens, must be at most {}", u32::MAX);

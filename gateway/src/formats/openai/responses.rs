@@ -421,14 +421,10 @@ fn texts_of(content: &str) -> Vec<String> {
         return vec![text.to_owned()];
     }
     let mut texts = Vec::new();
-    let _ = each(
-        content,
-        || (),
-        |_, part: Part<'_>| {
-            texts.extend(part.text.and_then(|text| inner(text.get())).map(str::to_owned));
-            Ok(())
-        },
-    );
+    let _ = each(content, <()>::default, |_, part: Part<'_>| {
+        texts.extend(part.text.and_then(|text| inner(text.get())).map(str::to_owned));
+        Ok(())
+    });
     texts
 }
 

@@ -61,7 +61,6 @@ impl<'a> Session<'a> {
     }
 
     /// The session with this explicit id (`X-Session-Id`).
-    #[must_use]
     pub fn explicit(headers: &'a HeaderMap, id: &'a str) -> Self {
         let program = name_in(headers, PARENT_SESSION_ID).unwrap_or(id);
         Self { program: program.into(), id: id.into(), may_be_shared: false }
@@ -85,7 +84,6 @@ impl<'a> Session<'a> {
     /// assert_ne!(child.id, main.id);
     /// # Ok::<(), axum::http::header::InvalidHeaderValue>(())
     /// ```
-    #[must_use]
     pub fn of_headers(headers: &'a HeaderMap, configured: &[String]) -> Option<Self> {
         let configured = configured.iter().map(|name| (name.as_str(), None));
         configured.chain(CLIENTS).find_map(|(program, agent)| {

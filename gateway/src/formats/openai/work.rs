@@ -44,7 +44,6 @@ pub struct FurtherPrompts {
 
 impl FurtherPrompts {
     /// Their tokens, after a first prompt of `first_tokens`; of texts an estimate.
-    #[must_use]
     pub fn estimate(&self, first_tokens: usize) -> u32 {
         let of_texts = if self.first_bytes < TYPICAL_BYTES_MIN {
             self.bytes.div_ceil(BYTES_PER_TOKEN)
@@ -83,28 +82,24 @@ impl FurtherWork {
 /// Number of prompts, at least 1, and the distinct ones after the first.
 fn prompts_of(prompts: &str) -> (u32, FurtherPrompts) {
     let (mut count, mut compared, mut further) = (0_u32, AHashSet::new(), FurtherPrompts::default());
-    let _ = each(
-        prompts,
-        || (),
-        |_, prompt: &RawValue| {
-            let prompt = prompt.get();
-            let (tokens, bytes) = match (inner(prompt), prompt.strip_prefix('[')) {
-                (Some(text), _) => (0, text.len() as u64),
-                (None, Some("]")) => (0, 0),
-                (None, Some(ids)) => (1 + ids.bytes().filter(|byte| *byte == b',').count() as u64, 0),
-                (None, None) => return Err(()), // a list of ids is one prompt
-            };
-            let mut hasher = DefaultHasher::new();
-            prompt.hash(&mut hasher);
-            let is_distinct = compared.len() >= COMPARED_MAX || compared.insert(hasher.finish());
-            if count == 0 {
-                further.first_bytes = bytes;
-            } else if is_distinct {
-                (further.tokens, further.bytes) = (further.tokens + tokens, further.bytes + bytes);
-            }
-            count = count.saturating_add(1);
-            Ok(())
-        },
-    );
+    let _ = each(prompts, Default::default, |_, prompt: &RawValue| {
+        let prompt = prompt.get();
+        let (tokens, bytes) = match (inner(prompt), prompt.strip_prefix('[')) {
+            (Some(text), _) => (0, text.len() as u64),
+            (None, Some("]")) => (0, 0),
+            (None, Some(ids)) => (1 + ids.bytes().filter(|byte| *byte == b',').count() as u64, 0),
+            (None, None) => return Err(()), // a list of ids is one prompt
+        };
+        let mut hasher = DefaultHasher::new();
+        prompt.hash(&mut hasher);
+        let is_distinct = compared.len() >= COMPARED_MAX || compared.insert(hasher.finish());
+        if count == 0 {
+            further.first_bytes = bytes;
+        } else if is_distinct {
+            (further.tokens, further.bytes) = (further.tokens + tokens, further.bytes + bytes);
+        }
+        count = count.saturating_add(1);
+        Ok(())
+    });
     (count.max(1), further)
 }

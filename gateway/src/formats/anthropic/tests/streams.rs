@@ -226,7 +226,7 @@ fn failures_end_with_one_error() {
     }
     let mut translator = StreamTranslator::new("m", 0);
     translator.read(&sse(&[json!({ "choices": [{ "delta": {}, "finish_reason": "stop" }] })]));
-    assert!(translator.is_over());
+    assert!(translator.read(b"data: x\n\n").is_empty());
     assert!(translator.fail(502, "late").is_empty() && translator.read(start.as_bytes()).is_empty());
 }
 

@@ -14,8 +14,8 @@ const MERGED: &str = r#"{"id":"r","choices":[{"index":0,"text":"Hi all. So","log
 #[test]
 fn entries_of_the_prompt_precede_those_of_the_output() {
     let prompt = PromptLogprobs::read(PREFILL);
-    assert_eq!(prompt.merged(DECODE).as_deref(), Some(MERGED));
-    assert_eq!(prompt.merged(MERGED), None, "the decode engine has sent them");
+    assert_eq!(prompt.merged(DECODE, &mut Vec::new()).as_deref(), Some(MERGED));
+    assert_eq!(prompt.merged(MERGED, &mut Vec::new()), None, "the decode engine has sent them");
 }
 
 #[test]
@@ -29,8 +29,8 @@ fn responses_without_probabilities_remain() {
         r#"{"choices":[{"index":1,"logprobs":{"tokens":["."],"token_logprobs":[-1]}}]}"#,
         r#"{"choices":[{"index":0,"logprobs":{"content":[{"token":"."}]}}]}"#,
     ] {
-        assert_eq!(prompt.merged(body), None, "{body}");
-        assert!(PromptLogprobs::read(body).merged(DECODE).is_none(), "{body}");
+        assert_eq!(prompt.merged(body, &mut Vec::new()), None, "{body}");
+        assert!(PromptLogprobs::read(body).merged(DECODE, &mut Vec::new()).is_none(), "{body}");
     }
     assert!(PromptLogprobs::read("not JSON").is_empty());
 }
@@ -44,7 +44,7 @@ fn each_choice_has_its_own_prompt() {
     let prefill = body([choice(1, r#""c","d""#, "null,-4"), choice(0, r#""a","b""#, "null,-2")]);
     let decode = body([choice(0, r#""b""#, "-2"), choice(1, r#""d""#, "-4")]);
     let expected = body([choice(0, r#""a","b""#, "null,-2"), choice(1, r#""c","d""#, "null,-4")]);
-    assert_eq!(PromptLogprobs::read(&prefill).merged(&decode), Some(expected));
+    assert_eq!(PromptLogprobs::read(&prefill).merged(&decode, &mut Vec::new()), Some(expected));
 }
 
 /// A stream whose first event of a choice has the prompt's text.

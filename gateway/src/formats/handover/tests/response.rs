@@ -3,17 +3,17 @@
 use axum::body::Bytes;
 
 use super::{Protocol, response, text};
-use crate::formats::handover::{PrefillResponse, PrefillResponseError};
+use crate::formats::handover::PrefillResponse;
 use crate::formats::openai::Endpoint;
 
-fn parse(protocol: Protocol, body: &str) -> Result<PrefillResponse, PrefillResponseError> {
+fn parse(protocol: Protocol, body: &str) -> Result<PrefillResponse, String> {
     PrefillResponse::parse(protocol, Bytes::copy_from_slice(body.as_bytes()))
 }
 
 #[test]
 fn invalid_responses_are_rejected_with_rule_and_value() {
     let error =
-        |protocol, body: &[u8]| PrefillResponse::parse(protocol, Bytes::copy_from_slice(body)).unwrap_err().to_string();
+        |protocol, body: &[u8]| PrefillResponse::parse(protocol, Bytes::copy_from_slice(body)).err().expect("invalid");
     let nixl = Protocol::VllmNixl;
     let cases: [(Protocol, &[u8], &str); 6] = [
         (nixl, b"", "the prefill response must be a JSON object: EOF while parsing a value at line 1 column 0"),
@@ -131,7 +131,7 @@ fn streamed_prefill_legs_of_sglang_end_with_their_mark() {
     let body = format!("data: {{\"choices\":[{{\"text\":\"a\"}}]}}\n\ndata: {usage}\n\ndata: [DONE]\n\n");
     let response = PrefillResponse::parse(Protocol::Sglang, body.into()).expect("a complete stream");
     assert_eq!((response.cached_tokens, response.parameters), (Some(4), None));
-    let early = parse("data: {\"choices\":[{\"text\":\"a\"}]}\n\n").unwrap_err();
-    assert_eq!(early.to_string(), "the stream of the prefill leg must end with [DONE], but ended early");
+    let early = parse("data: {\"choices\":[{\"text\":\"a\"}]}\n\n").err().expect("cut off");
+    assert_eq!(early, "the stream of the prefill leg must end with [DONE], but ended early");
     assert!(parse("data: {\"error\":{\"code\":500}}\n\ndata: [DONE]\n\n").is_err());
 }

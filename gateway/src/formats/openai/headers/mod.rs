@@ -209,7 +209,6 @@ fn seconds(given: &str) -> Option<f64> {
 }
 
 /// The client's request id if it is fit for logs: exactly one, with 1 to 128 visible ASCII characters.
-#[must_use]
 pub fn request_id(headers: &HeaderMap) -> Option<&str> {
     let mut values = headers.get_all(REQUEST_ID).iter();
     let id = values.next()?.to_str().ok()?;
@@ -240,7 +239,6 @@ pub struct ToWorker<'a> {
 }
 
 /// Client headers for a worker, including `traceparent` and `tracestate`.
-#[must_use]
 pub fn to_worker(client: &HeaderMap, own: ToWorker<'_>) -> HeaderMap {
     let mut headers = passing(client, &NOT_TO_WORKERS);
     let key = match own.authorization {
@@ -248,8 +246,9 @@ pub fn to_worker(client: &HeaderMap, own: ToWorker<'_>) -> HeaderMap {
         Authorization::Pass => client.get(header::AUTHORIZATION),
         Authorization::Key(key) => Some(key),
     };
-    if let Some(key) = key {
-        headers.insert(header::AUTHORIZATION, secret(key));
+    if let Some(mut key) = key.cloned() {
+        key.set_sensitive(true);
+        headers.insert(header::AUTHORIZATION, key);
     }
     if let Some(rank) = own.data_parallel_rank {
         headers.insert(DATA_PARALLEL_RANK, HeaderValue::from(rank));
@@ -259,7 +258,6 @@ pub fn to_worker(client: &HeaderMap, own: ToWorker<'_>) -> HeaderMap {
 }
 
 /// Worker response headers for the client.
-#[must_use]
 pub fn to_client(worker: &HeaderMap, request_id: &str) -> HeaderMap {
     let mut headers = passing(worker, &NOT_TO_CLIENTS);
     set_request_id(&mut headers, request_id);
@@ -305,13 +303,6 @@ fn set_request_id(headers: &mut HeaderMap, id: &str) {
     if let Ok(id) = HeaderValue::from_str(id) {
         headers.insert(REQUEST_ID, id);
     }
-}
-
-/// Hidden in Debug output.
-fn secret(value: &HeaderValue) -> HeaderValue {
-    let mut value = value.clone();
-    value.set_sensitive(true);
-    value
 }
 
 #[cfg(test)]

@@ -14,7 +14,7 @@ fn parse(endpoint: Endpoint, body: &str) -> RequestBody {
 
 fn refused(endpoint: Endpoint, body: impl AsRef<[u8]>) -> ApiError {
     let body = Bytes::copy_from_slice(body.as_ref());
-    let error = RequestBody::parse(endpoint, body.clone()).expect_err("rejected");
+    let error = RequestBody::parse(endpoint, body.clone()).err().expect("rejected");
     assert_eq!(error.status.as_u16(), 400, "{body:?}");
     error
 }
@@ -298,11 +298,4 @@ fn nesting_is_limited_in_forwarded_fields() {
     assert_eq!(refused(Endpoint::Chat, nested(1_000_000)).code, "too_deep");
     let in_text = format!("{{\"messages\":[\"{}\"]}}", "[".repeat(1000));
     assert!(RequestBody::parse(Endpoint::Chat, in_text.into()).is_ok());
-}
-
-#[test]
-fn debug_output_hides_content() {
-    let parsed = parse(Endpoint::Completions, r#"{"prompt":"hush","cache_salt":"hush"}"#);
-    let shown = format!("{parsed:?} {:?}", Edits { cache_salt: Some("hush"), ..Edits::default() });
-    assert!(!shown.contains("hush"), "{shown}");
 }

@@ -97,11 +97,13 @@ fn of_bodies() -> Vec<ApiError> {
         br#"{"messages":[],"model":""}"#,
         br#"{"messages":[],"session_id":""}"#,
     ];
-    let mut errors: Vec<_> =
-        bodies.iter().map(|body| RequestBody::parse(Endpoint::Chat, body.to_vec().into()).unwrap_err()).collect();
+    let mut errors: Vec<_> = bodies
+        .iter()
+        .map(|body| RequestBody::parse(Endpoint::Chat, body.to_vec().into()).err().expect("invalid"))
+        .collect();
     let unsupported = br#"{"messages":[{"role":"user","content":[{"type":"x"}]}]}"#;
     errors.push(chat_body(unsupported, Purpose::Count).unwrap_err());
-    errors.push(RequestBody::parse(Endpoint::Completions, r#"{"prompt":[-1]}"#.into()).unwrap_err());
+    errors.push(RequestBody::parse(Endpoint::Completions, r#"{"prompt":[-1]}"#.into()).err().expect("invalid"));
     errors
 }
 
@@ -116,7 +118,7 @@ fn of_proxy() -> Vec<ApiError> {
         ApiError::coding_unsupported(),
         ApiError::coding_invalid(),
         ApiError::engines_paused(),
-        RequestBody::form(Endpoint::Audio, &HeaderMap::new(), "".into()).unwrap_err(),
+        RequestBody::form(Endpoint::Audio, &HeaderMap::new(), "".into()).err().expect("invalid"),
         ApiError::method_not_allowed("POST"),
         ApiError::too_large(5),
         ApiError::body_timeout(),
