@@ -21,12 +21,6 @@ pub(super) struct Change {
     peer: Option<SocketAddr>,
 }
 
-/// Result of a change, and its audit detail.
-pub(super) struct Done<T> {
-    pub(super) answer: T,
-    pub(super) detail: String,
-}
-
 impl Change {
     pub(super) fn new(what: &'static str, model: &Model, worker: WorkerId, ClientAddress(peer): ClientAddress) -> Self {
         Self { what, model: model.settings.name.clone(), worker, peer }
@@ -35,11 +29,11 @@ impl Change {
     /// Runs the change to completion, even after the caller has gone, and then writes its line.
     pub(super) async fn carry_out<T: Send + 'static>(
         self,
-        work: impl Future<Output = Result<Done<T>, ApiError>> + Send + 'static,
+        work: impl Future<Output = Result<(T, String), ApiError>> + Send + 'static,
     ) -> Result<T, ApiError> {
         let task = tokio::spawn(async move {
             match work.await {
-                Ok(Done { answer, detail }) => {
+                Ok((answer, detail)) => {
                     self.write("done", &detail);
                     Ok(answer)
                 }

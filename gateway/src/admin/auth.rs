@@ -4,6 +4,7 @@
 //! errors or `Debug`, and failed attempts cannot flood the log.
 
 use std::net::SocketAddr;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -13,39 +14,15 @@ use axum::http::{Extensions, HeaderMap, HeaderValue, StatusCode};
 use axum::response::{IntoResponse as _, Response};
 use metrics::Counter;
 use ring::hmac;
-use tokio::io::AsyncReadExt as _;
 use tokio::time::Instant;
 
-use super::error;
-use crate::formats::openai::ErrorType;
+use crate::formats::openai::ApiError;
 use crate::observe::page::ADMIN_DENIED;
 use crate::observe::throttle::LogThrottle;
-use crate::settings::AdminSettings;
+use crate::settings::{AdminSettings, read_at_most};
 
 /// Log interval of denied requests.
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
-
-/// Error while loading the token; administration is then disabled.
-#[derive(Debug, thiserror::Error)]
-#[error("token_file {path:?} {problem}")]
-pub struct TokenError {
-    path: PathBuf,
-    problem: TokenProblem,
-}
-
-#[derive(Debug, thiserror::Error)]
-enum TokenProblem {
-    #[error("cannot be read: {0}")]
-    Unreadable(#[from] std::io::Error),
-    /// Guessable, or not a token; of a longer file only the beginning is read.
-    #[error("holds {0} bytes, must hold {min} to {max}", min = Token::BYTES_MIN, max = Token::BYTES_MAX)]
-    Length(usize),
-    #[cfg(unix)]
-    #[error("has mode {0:03o}, must not be writable by others")]
-    Writable(u32),
-    #[error("holds a blank or a byte that is not ASCII, must be one line of visible characters")]
-    Characters,
-}
 
 /// Verifier of the token.
 struct Token {
@@ -61,22 +38,30 @@ impl Token {
     const BYTES_MAX: usize = 1024;
 
     /// Reads the token from one line; the line end is ignored.
-    async fn read(path: &Path) -> Result<Self, TokenProblem> {
-        let file = tokio::fs::File::open(path).await?;
-        #[cfg(unix)]
-        check_mode(path, &file.metadata().await?)?;
-        let mut read = Vec::new();
-        file.take(Self::BYTES_MAX as u64 + 3).read_to_end(&mut read).await?;
-        let token = read.strip_suffix(b"\n").unwrap_or(&read);
-        Self::new(token.strip_suffix(b"\r").unwrap_or(token))
+    fn read(path: &Path) -> Result<Self, String> {
+        let refused = |problem: String| format!("token_file {path:?} {problem}");
+        let content = read_at_most(path, Self::BYTES_MAX + 3).and_then(|content| Ok((content, path.metadata()?)));
+        let (content, file) = content.map_err(|error| refused(format!("cannot be read: {error}")))?;
+        // Write access to the file controls the token, so it must be exclusive; read access should be.
+        let mode = file.permissions().mode() & 0o777;
+        if mode & 0o002 != 0 {
+            return Err(refused(format!("has mode {mode:03o}, must not be writable by others")));
+        }
+        if mode & 0o004 != 0 {
+            let mode = format!("{mode:03o}");
+            tracing::warn!(?path, mode, "every user of this machine can read the admin token_file");
+        }
+        let token = content.strip_suffix(b"\n").unwrap_or(&content);
+        Self::new(token.strip_suffix(b"\r").unwrap_or(token)).map_err(refused)
     }
 
-    fn new(token: &[u8]) -> Result<Self, TokenProblem> {
+    fn new(token: &[u8]) -> Result<Self, String> {
         if !(Self::BYTES_MIN..=Self::BYTES_MAX).contains(&token.len()) {
-            return Err(TokenProblem::Length(token.len()));
+            let (min, max) = (Self::BYTES_MIN, Self::BYTES_MAX);
+            return Err(format!("holds {} bytes, must hold {min} to {max}", token.len()));
         }
         if !token.iter().all(u8::is_ascii_graphic) {
-            return Err(TokenProblem::Characters);
+            return Err("holds a blank or a byte that is not ASCII, must be one line of visible characters".to_owned());
         }
         // Keyed with the token itself, so that the compared value cannot be computed without it.
         let key = hmac::Key::new(hmac::HMAC_SHA256, token);
@@ -112,20 +97,14 @@ impl Tokens {
     /// Reads the token files.
     ///
     /// # Errors
-    /// See [`TokenError`].
-    pub(crate) async fn read(admin: Option<&AdminSettings>) -> Result<Self, TokenError> {
+    /// A file cannot be read, or has another content or mode.
+    pub(crate) fn read(admin: Option<&AdminSettings>) -> Result<Self, String> {
         let Some(admin) = admin else { return Ok(Self::default()) };
-        let token = async |file: Option<&PathBuf>| match file {
-            Some(path) => match Token::read(path).await {
-                Ok(token) => Ok(Some(token)),
-                Err(problem) => Err(TokenError { path: path.clone(), problem }),
-            },
-            None => Ok(None),
-        };
+        let token = |file: Option<&PathBuf>| file.map(|path| Token::read(path)).transpose();
         Ok(Self {
-            operator: token(Some(&admin.token_file)).await?,
-            index: token(admin.index_token_file.as_ref()).await?,
-            read: token(admin.read_token_file.as_ref()).await?,
+            operator: token(Some(&admin.token_file))?,
+            index: token(admin.index_token_file.as_ref())?,
+            read: token(admin.read_token_file.as_ref())?,
         })
     }
 
@@ -140,21 +119,6 @@ impl Tokens {
             Access::Denied
         }
     }
-}
-
-/// Write access to the file controls the token, so it must be exclusive; read access should be.
-#[cfg(unix)]
-fn check_mode(path: &Path, file: &std::fs::Metadata) -> Result<(), TokenProblem> {
-    use std::os::unix::fs::PermissionsExt as _;
-    let mode = file.permissions().mode() & 0o777;
-    if mode & 0o002 != 0 {
-        return Err(TokenProblem::Writable(mode));
-    }
-    if mode & 0o004 != 0 {
-        let mode = format!("{mode:03o}");
-        tracing::warn!(?path, mode, "every user of this machine can read the admin token_file");
-    }
-    Ok(())
 }
 
 /// The bearer token. Two headers are ambiguous and give none.
@@ -173,7 +137,7 @@ pub(super) fn client_address(extensions: &Extensions) -> Option<SocketAddr> {
 /// Response without a valid token; it does not reveal the reason.
 pub(super) fn denied() -> Response {
     let message = "this listener requires its token: Authorization: Bearer TOKEN";
-    let denied = error(StatusCode::UNAUTHORIZED, ErrorType::Authentication, "invalid_token", message);
+    let denied = ApiError::new(StatusCode::UNAUTHORIZED, "invalid_token", message);
     let mut answer = denied.into_response();
     answer.headers_mut().insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer realm=\"pointsman admin\""));
     answer
@@ -210,13 +174,9 @@ mod tests {
 
     const TOKEN: &str = "0123456789abcdef";
 
-    fn token(text: &[u8]) -> Result<Token, TokenError> {
-        Token::new(text).map_err(|problem| TokenError { path: "token".into(), problem })
-    }
-
     #[test]
     fn only_the_exact_token_is_accepted() {
-        let token = token(TOKEN.as_bytes()).expect("a token");
+        let token = Token::new(TOKEN.as_bytes()).expect("a token");
         let opens = |values: &[&str]| {
             let mut headers = HeaderMap::new();
             for value in values {

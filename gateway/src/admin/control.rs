@@ -20,7 +20,7 @@ use serde_json::value::RawValue;
 use serde_json::{Value, json};
 use tokio::time::{Instant, sleep, timeout};
 
-use super::audit::{Change, Done};
+use super::audit::Change;
 use super::extract::{Body, ClientAddress, Id, ModelAt};
 use super::{internal, no_route};
 use crate::formats::openai::ApiError;
@@ -208,7 +208,7 @@ async fn at_worker(
             Some(error) => error.to_owned(),
             None => format!("status {}", result["status"]),
         };
-        Ok(Done { answer: result, detail })
+        Ok((result, detail))
     };
     let done = change.carry_out(work).await;
     done.unwrap_or_else(|error| json!({ "id": id, "ok": false, "error": error.message }))

@@ -12,8 +12,8 @@ use serde_json::{Value, json};
 use tokio::task::spawn_blocking;
 
 use super::queries::named;
-use super::{Admin, error, internal};
-use crate::formats::openai::{ApiError, ErrorType};
+use super::{Admin, internal};
+use crate::formats::openai::ApiError;
 use crate::pools::model::Model;
 
 /// Decisions of a model in the list of the last ones.
@@ -50,7 +50,7 @@ pub(super) async fn of_request(
     let decisions = decisions.await?;
     if decisions.is_empty() {
         let message = format!("no decision of request {id} is recorded");
-        return Err(error(StatusCode::NOT_FOUND, ErrorType::NotFound, "decision_not_recorded", message));
+        return Err(ApiError::new(StatusCode::NOT_FOUND, "decision_not_recorded", message));
     }
     let rows = decisions.iter().map(|(model, known, explanation)| {
         let (mut shown, table) = (row(model, known)?, named(model, explanation)?);

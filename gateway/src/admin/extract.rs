@@ -21,8 +21,8 @@ use serde_json::value::RawValue;
 use tokio::time::timeout;
 
 use super::auth::client_address;
-use super::{Admin, BODY_BYTES_MAX, error, no_route};
-use crate::formats::openai::{ApiError, ErrorType, is_deeper_than};
+use super::{Admin, BODY_BYTES_MAX, no_route};
+use crate::formats::openai::{ApiError, is_deeper_than};
 use crate::pools::model::Model;
 
 /// Timeout of a body.
@@ -129,7 +129,7 @@ async fn named(parts: &mut Parts, admin: &Arc<Admin>) -> Result<Named, ApiError>
 
 /// The model with this name or alias.
 pub(super) fn model_named(name: &str, admin: &Admin) -> Result<Arc<Model>, ApiError> {
-    let unknown = || error(StatusCode::NOT_FOUND, ErrorType::NotFound, "model_not_found", "unknown model");
+    let unknown = || ApiError::new(StatusCode::NOT_FOUND, "model_not_found", "unknown model");
     admin.pools.get().models.named(name).cloned().ok_or_else(unknown)
 }
 
@@ -172,7 +172,7 @@ impl<T: DeserializeOwned, S: Send + Sync> FromRequest<S> for Body<T> {
         let body = read.map_err(|rejection| match rejection.status() {
             StatusCode::PAYLOAD_TOO_LARGE => {
                 let message = format!("the body is longer than {BODY_BYTES_MAX} bytes");
-                error(rejection.status(), ErrorType::InvalidRequest, "body_too_large", message)
+                ApiError::new(rejection.status(), "body_too_large", message)
             }
             _ => ApiError::invalid("invalid_body", None, "the body ended early"),
         })?;
@@ -186,7 +186,7 @@ impl<T: DeserializeOwned, S: Send + Sync> FromRequest<S> for Body<T> {
 
 fn too_slow() -> ApiError {
     let message = format!("the body did not arrive within {} s", BODY_TIMEOUT.as_secs());
-    error(StatusCode::REQUEST_TIMEOUT, ErrorType::InvalidRequest, "body_timeout", message)
+    ApiError::new(StatusCode::REQUEST_TIMEOUT, "body_timeout", message)
 }
 
 /// A body that is not JSON or has the wrong shape.

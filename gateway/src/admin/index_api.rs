@@ -1,4 +1,4 @@
-//! Served index: overlaps, projected loads and dumps for other routers.
+//! Served index: overlaps and projected loads for other routers.
 //!
 //! Read-only. Needs the token of the index or of operators. Queries book nothing and prompts are dropped after the
 //! response. The number of queries at a time is limited, so that another router cannot exhaust this one.
@@ -9,32 +9,23 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Json;
-use axum::body::Bytes;
-use axum::extract::rejection::QueryRejection;
-use axum::extract::{Query, State};
-use axum::http::header::{CONTENT_LENGTH, CONTENT_TYPE, HeaderName};
-use axum::http::{HeaderValue, StatusCode};
-use axum::response::Response;
+use axum::extract::State;
 use pointsman::hashing::{HashScheme, HashedPrompt};
-use pointsman::protocol::{BlockHash, WorkerRank};
+use pointsman::protocol::BlockHash;
 use pointsman::{Prompt, RequestOptions, RouteRequest};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use tokio::sync::SemaphorePermit;
 
-use super::decisions::blocking;
-use super::extract::{Body, Id, model_named};
+use super::Admin;
+use super::extract::{Body, model_named};
 use super::queries::{route_error, to_json};
 use super::views::{self, worker_ids_as_text};
-use super::{Admin, dump, error};
-use crate::formats::openai::{ApiError, ClientPrompt, ErrorType};
+use crate::formats::openai::{ApiError, ClientPrompt};
 use crate::pools::model::Model;
 
 /// Maximum number of concurrent queries.
 pub(super) const INDEX_QUERIES_MAX: usize = 64;
-
-/// Header with the number of ranks in a snapshot.
-const RANKS: HeaderName = HeaderName::from_static("x-snapshot-ranks");
 
 /// A prompt of a model, in one of three forms.
 #[derive(Deserialize)]
@@ -159,87 +150,4 @@ fn permit(admin: &Admin) -> Result<SemaphorePermit<'_>, ApiError> {
         let message = format!("the limit of {INDEX_QUERIES_MAX} concurrent index queries is reached");
         ApiError::overloaded("index_queries_in_progress", message, Duration::from_secs(1))
     })
-}
-
-/// Query of a dump.
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-pub(super) struct DumpQuery {
-    model: String,
-    /// `WORKER/RANK`; every rank if absent.
-    rank: Option<String>,
-    #[serde(default)]
-    format: DumpFormat,
-}
-
-#[derive(Clone, Copy, Default, Deserialize)]
-#[serde(rename_all = "snake_case")]
-enum DumpFormat {
-    /// Bytes of a snapshot, with the positions of the event streams.
-    #[default]
-    Snapshot,
-    /// One JSON event per line.
-    Events,
-}
-
-/// Parses `WORKER/RANK`, each in one spelling.
-fn rank_of(text: &str) -> Option<WorkerRank> {
-    let (worker, rank) = text.split_once('/')?;
-    let Id(worker) = Id::parse(worker)?;
-    let Id(number) = Id::parse(rank)?;
-    Some(WorkerRank::new(worker, u32::try_from(number.0).ok()?))
-}
-
-pub(super) async fn dump_contents(
-    State(admin): State<Arc<Admin>>,
-    query: Result<Query<DumpQuery>, QueryRejection>,
-) -> Result<Response, ApiError> {
-    let invalid = |message: &str| ApiError::invalid("invalid_query", None, message);
-    let Ok(Query(query)) = query else {
-        return Err(invalid("the query must have model, and may have rank and format (snapshot or events)"));
-    };
-    let model = model_named(&query.model, &admin)?;
-    let malformed = || invalid("rank must be WORKER/RANK, two numbers in decimal digits without leading zeros");
-    let rank = query.rank.as_deref().map(|text| rank_of(text).ok_or_else(malformed)).transpose()?;
-    let workers = model.router.workers();
-    if rank.is_some_and(|rank| !workers.iter().any(|worker| worker.ranks.contains(&rank))) {
-        return Err(error(StatusCode::NOT_FOUND, ErrorType::NotFound, "rank_not_found", "unknown rank"));
-    }
-    let permit = dump::permit(&admin)?;
-    match query.format {
-        DumpFormat::Events => dump::events(&model, rank, permit).await,
-        DumpFormat::Snapshot => {
-            let snapshot = match rank {
-                Some(rank) => model.router.snapshot_of_rank(rank).await,
-                None => model.router.snapshot().await,
-            };
-            let snapshot = snapshot.map_err(|down| route_error(down.into()))?;
-            let (ranks, blocks) = (snapshot.ranks.len(), snapshot.block_count());
-            let mut encoded = Bytes::from(blocking(move || snapshot.encode()).await?);
-            let length = encoded.len();
-            let next = move || (!encoded.is_empty()).then(|| encoded.split_to(encoded.len().min(dump::FRAME_BYTES)));
-            let mut response = dump::streamed(permit, next);
-            let headers = response.headers_mut();
-            headers.insert(CONTENT_LENGTH, HeaderValue::from(length));
-            headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/octet-stream"));
-            headers.insert(RANKS, HeaderValue::from(ranks));
-            headers.insert(dump::BLOCKS, HeaderValue::from(blocks));
-            Ok(response)
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use pointsman::protocol::WorkerId;
-
-    use super::*;
-
-    #[test]
-    fn ranks_have_one_spelling() {
-        assert_eq!(rank_of("7/1"), Some(WorkerRank::new(WorkerId(7), 1)));
-        for text in ["", "7", "7/", "/1", "7/01", "07/1", "7/4294967296", "7/1/1", "a/b"] {
-            assert_eq!(rank_of(text), None, "{text:?}");
-        }
-    }
 }

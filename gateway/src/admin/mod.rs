@@ -29,13 +29,12 @@ use axum::response::{IntoResponse as _, Response};
 use axum::routing::{get, post, put};
 use tokio::sync::{Mutex, Semaphore};
 
-use crate::formats::openai::{ApiError, ErrorType};
+use crate::formats::openai::ApiError;
 use crate::net::head::refused_head;
 use crate::observe::page::{self, Metrics};
 use crate::pools::latest::Latest;
 use crate::pools::readiness;
 use crate::pools::serving::Pools;
-pub use auth::TokenError;
 pub(crate) use auth::Tokens;
 use auth::{Access, Denials, client_address};
 pub(crate) use extract::ClientAddress;
@@ -109,7 +108,7 @@ pub(crate) fn routes(
             "/admin/models/{model}/workers/{id}/uncordon",
             workers::state_change("uncordon", |router, id| async move { router.uncordon_worker(id).await }),
         )
-        .route(DUMP_PATH, get(index_api::dump_contents))
+        .route(DUMP_PATH, get(dump::contents))
         .route("/v1/index/loads", post(index_api::loads))
         .route("/v1/index/overlaps", post(index_api::overlaps))
         .with_state(Arc::clone(&admin))
@@ -151,25 +150,19 @@ fn refused_address(uri: &Uri) -> Option<ApiError> {
     has_query.then(|| ApiError::invalid("unknown_query", None, "this path does not accept a query"))
 }
 
-/// An error in the client format.
-pub(crate) fn error(status: StatusCode, kind: ErrorType, code: &'static str, message: impl Into<String>) -> ApiError {
-    ApiError { status, kind, ..ApiError::invalid(code, None, message) }
-}
-
 fn internal(cause: impl std::fmt::Display) -> ApiError {
-    error(StatusCode::INTERNAL_SERVER_ERROR, ErrorType::Server, "internal", cause.to_string())
+    ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", cause.to_string())
 }
 
 fn read_only() -> ApiError {
     let message = "this token permits GET only";
-    error(StatusCode::FORBIDDEN, ErrorType::Authentication, "read_only_token", message)
+    ApiError::new(StatusCode::FORBIDDEN, "read_only_token", message)
 }
 
 fn no_route() -> ApiError {
-    error(StatusCode::NOT_FOUND, ErrorType::NotFound, "not_found", "this path does not exist")
+    ApiError::new(StatusCode::NOT_FOUND, "not_found", "this path does not exist")
 }
 
 fn wrong_method() -> ApiError {
-    let (status, kind) = (StatusCode::METHOD_NOT_ALLOWED, ErrorType::InvalidRequest);
-    error(status, kind, "method_not_allowed", "this path does not support this method")
+    ApiError::new(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", "this path does not support this method")
 }

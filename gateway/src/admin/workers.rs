@@ -18,11 +18,11 @@ use serde::Deserialize;
 use serde_json::value::RawValue;
 use serde_json::{Value, json};
 
-use super::audit::{Change, Done};
+use super::Admin;
+use super::audit::Change;
 use super::extract::{Body, ClientAddress, JsonObject, ModelAt, WorkerAt, not_understood};
 use super::views::Facts;
-use super::{Admin, error};
-use crate::formats::openai::{ApiError, ErrorType};
+use crate::formats::openai::ApiError;
 use crate::pools::model::Model;
 use crate::settings::Settings;
 
@@ -119,7 +119,7 @@ async fn set(
             Some(known) if becomes == Known::Stays => return Err(exists(known)),
             _ => router.upsert_worker(id, config).await.map_err(membership_error)?,
         }
-        Ok(Done { answer: known.is_none(), detail })
+        Ok((known.is_none(), detail))
     };
     let is_new = change.carry_out(work).await?;
     let status = if is_new { StatusCode::CREATED } else { StatusCode::OK };
@@ -166,7 +166,7 @@ pub(super) async fn remove(WorkerAt { admin, model, id, peer }: WorkerAt) -> Res
     let work = async move {
         let _turn = admin.changes.lock().await;
         router.remove_worker(id).await.map_err(membership_error)?;
-        Ok(Done { answer: (), detail: String::new() })
+        Ok(((), String::new()))
     };
     Change::new("remove", &model, id, peer).carry_out(work).await?;
     Ok(Json(json!({ "id": id.to_string(), "removed": true })))
@@ -191,7 +191,7 @@ pub(super) async fn drain(
     let router = model.router.clone();
     let work = async move {
         let cut_off = router.drain_worker(id, Duration::from_millis(timeout_ms)).await.map_err(membership_error)?;
-        Ok(Done { answer: cut_off, detail: format!("{cut_off} booking(s) cut off") })
+        Ok((cut_off, format!("{cut_off} booking(s) cut off")))
     };
     let cut_off = change.carry_out(work).await?;
     Ok(Json(json!({ "id": id.to_string(), "removed": true, "cut_off": cut_off })))
@@ -207,7 +207,7 @@ where
         let work = async move {
             let _turn = admin.changes.lock().await;
             change(router, id).await.map_err(membership_error)?;
-            Ok(Done { answer: (), detail: String::new() })
+            Ok(((), String::new()))
         };
         Change::new(what, &model, id, peer).carry_out(work).await?;
         Ok::<_, ApiError>(Json(shown(&model, id).await))
@@ -250,20 +250,18 @@ fn check_key_file(config: &WorkerConfig, known: Option<&WorkerEntry>, settings: 
 
 /// A valid request that violates a rule.
 fn broken(message: String) -> ApiError {
-    error(StatusCode::UNPROCESSABLE_ENTITY, ErrorType::InvalidRequest, "rule_broken", message)
+    ApiError::new(StatusCode::UNPROCESSABLE_ENTITY, "rule_broken", message)
 }
 
 fn conflict(code: &'static str, message: String) -> ApiError {
-    error(StatusCode::CONFLICT, ErrorType::InvalidRequest, code, message)
+    ApiError::new(StatusCode::CONFLICT, code, message)
 }
 
 fn membership_error(refused: MembershipError) -> ApiError {
     let message = refused.to_string();
     match refused {
         MembershipError::Config { .. } => broken(message),
-        MembershipError::UnknownWorker(_) => {
-            error(StatusCode::NOT_FOUND, ErrorType::NotFound, "worker_not_found", message)
-        }
+        MembershipError::UnknownWorker(_) => ApiError::new(StatusCode::NOT_FOUND, "worker_not_found", message),
         MembershipError::Draining(_) | MembershipError::DrainedBySource(_) => conflict("worker_draining", message),
         MembershipError::NotDraining(_) => conflict("worker_not_draining", message),
         MembershipError::Undrained(_) => conflict("drain_undone", message),

@@ -2,20 +2,25 @@
 //!
 //! Every accepted request gets a response, and no booking remains at shutdown.
 
+use std::io;
 use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
 use pointsman::{ReplicaBus, Router};
+use rustls::ServerConfig;
+use tokio::net::TcpListener;
 use tokio::task::JoinSet;
 
-use super::listeners::Listeners;
-use super::metrics;
-use super::reload::{LoadSettings, ReloadError, ReloadStatus, Reloader};
+use super::reload::{LoadSettings, ReloadStatus, Reloader};
 use super::running::{Files, GatewayError, Running};
-use crate::net::limits::ProcessLimits;
-use crate::net::listener::{Drained, ListenError, Listener, PassedSockets, ReservedSockets};
+use super::{metrics, reload, routes};
+use crate::formats::openai::ApiError;
+use crate::net::limits::{ADMIN_CONNECTIONS_MAX, OVERFLOW_CONNECTIONS_MAX, ProcessLimits};
+use crate::net::listener::{
+    Drained, ListenError, Listener, ListenerOptions, Overflow, PassedSockets, ReservedSockets,
+};
 use crate::net::tls;
 use crate::net::upstream::{Upstream, WorkerTlsFiles, worker_tls};
 use crate::observe::metric::Metric;
@@ -26,7 +31,8 @@ use crate::pools::serving::follow_gates;
 use crate::pools::unread_events::warn_of_unread_events;
 use crate::pools::{warm, workers};
 use crate::replicas::Replicas;
-use crate::settings::Settings;
+use crate::settings::{PickerSettings, Settings};
+use crate::{admin, picker};
 
 /// A running gateway.
 pub struct Gateway {
@@ -75,7 +81,7 @@ impl Gateway {
             metrics::all().for_each(Metric::describe);
             let limits = ProcessLimits::of(&settings);
             // Unreadable files are detected before anything runs.
-            let files = Files::read(&settings, &limits).await?;
+            let files = Files::read(&settings, &limits)?;
             let reserved = ReservedSockets::of(&settings, &mut sockets)?;
             limits.log();
             let tls_files = WorkerTlsFiles::read(&settings.gateway);
@@ -83,19 +89,13 @@ impl Gateway {
             let upstream = Upstream::new(tls, Duration::from_millis(settings.gateway.connect_timeout_ms));
             upstream.set_keys(settings.gateway.worker_api_key_file.clone(), &files.secrets.worker_keys);
             // The bus of the routers of all models.
-            let replicas = match &settings.replicas {
-                Some(replicas) => {
-                    let key = files.secrets.replicas_key.clone();
-                    Some(Replicas::start(replicas, settings.gateway.reuse_port, key)?)
-                }
-                None => None,
-            };
+            let (key, reuse_port) = (files.secrets.replicas_key.clone(), settings.gateway.reuse_port);
+            let replicas = settings.replicas.as_ref().map(|replicas| Replicas::start(replicas, reuse_port, key));
+            let replicas = replicas.transpose()?;
             let (snapshots, bus) = (settings.gateway.snapshot_path.as_deref(), replicas.as_ref().map(Replicas::bus));
             let models = Models::start(&settings.models, &upstream, snapshots, bus).await?;
-            let picker = match &settings.picker {
-                Some(picker) => Some((picker.clone(), tls::picker(picker)?)),
-                None => None,
-            };
+            let picker = settings.picker.clone().map(|picker| tls::picker(&picker).map(|tls| (picker, tls)));
+            let picker = picker.transpose()?;
             let listen = settings.gateway.listen;
             let running = Running::new(settings, &limits, (&files.secrets, files.admin_tokens), models, upstream)?;
             // After the first socket listens, nothing else may fail.
@@ -135,37 +135,31 @@ impl Gateway {
     }
 
     /// Listen address for clients.
-    #[must_use]
     pub fn address(&self) -> SocketAddr {
         self.clients.address()
     }
 
     /// Listen address for operators; `None` without `[admin]`.
-    #[must_use]
     pub fn admin_address(&self) -> Option<SocketAddr> {
         self.admin.as_ref().map(Listener::address)
     }
 
     /// Listen address for proxies that query the endpoint picker; `None` without `[picker]`.
-    #[must_use]
     pub fn picker_address(&self) -> Option<SocketAddr> {
         self.picker.as_ref().map(Listener::address)
     }
 
     /// Listen address for other replicas; `None` without `[replicas]`.
-    #[must_use]
     pub fn replicas_address(&self) -> Option<SocketAddr> {
         self.replicas.as_ref().and_then(Replicas::address)
     }
 
     /// Bus between this gateway and the other replicas; `None` without `[replicas]`.
-    #[must_use]
     pub fn replicas(&self) -> Option<Arc<dyn ReplicaBus>> {
         self.replicas.as_ref().map(Replicas::bus)
     }
 
     /// Router of a model.
-    #[must_use]
     pub fn router(&self, model: &str) -> Option<Router> {
         self.running.context.get().models.named(model).map(|model| model.router.clone())
     }
@@ -174,14 +168,13 @@ impl Gateway {
     /// connections continue. Dropping the future does not stop the reload.
     ///
     /// # Errors
-    /// See [`ReloadError`]; nothing has changed after an error.
-    pub fn reload(&self) -> impl Future<Output = Result<ReloadStatus, ReloadError>> + use<> {
+    /// Fixed or unusable settings, or a drain; nothing has changed after an error.
+    pub fn reload(&self) -> impl Future<Output = Result<ReloadStatus, ApiError>> + use<> {
         let reloader = Arc::clone(&self.reloader);
         async move { reloader.reload().await }
     }
 
     /// Status of reloads.
-    #[must_use]
     pub fn reload_status(&self) -> ReloadStatus {
         self.reloader.status()
     }
@@ -229,5 +222,45 @@ impl Gateway {
             admin.drain(ADMIN_DRAIN, || {}).await;
         }
         Drained { broken: clients.broken + picker }
+    }
+}
+
+/// What the listeners share.
+struct Listeners<'a> {
+    running: &'a Running,
+    /// Options of the clients' listener.
+    options: ListenerOptions,
+    metrics: Option<Metrics>,
+}
+
+impl Listeners<'_> {
+    /// For clients. Connections above its limit receive probes only.
+    fn clients(&self, socket: TcpListener) -> io::Result<Listener> {
+        let probes = routes::probes(self.running.pools.clone(), self.metrics.clone());
+        let routes = routes::overflow(probes.clone());
+        let overflow = Some(Overflow { connections_max: OVERFLOW_CONNECTIONS_MAX, routes });
+        let options = ListenerOptions { overflow, ..self.options.clone() };
+        Listener::start(socket, options, routes::clients(self.running.context.clone(), probes))
+    }
+
+    /// For operators.
+    fn admin(&self, socket: TcpListener, reloader: Arc<Reloader>) -> io::Result<Listener> {
+        let connections_max = ADMIN_CONNECTIONS_MAX;
+        let options = ListenerOptions { name: "admin", connections_max, tls: None, ..self.options.clone() };
+        let (pools, tokens) = (self.running.pools.clone(), self.running.admin_tokens.clone());
+        let routes = admin::routes(pools, tokens, self.metrics.clone(), reload::routes(reloader));
+        Listener::start(socket, options, routes)
+    }
+
+    /// For proxies.
+    fn picker(
+        &self,
+        socket: TcpListener,
+        settings: &PickerSettings,
+        tls: Option<Arc<ServerConfig>>,
+    ) -> io::Result<Listener> {
+        let options = ListenerOptions { name: "picker", tls, ..self.options.clone() };
+        let (context, pools) = (self.running.context.clone(), self.running.pools.clone());
+        Listener::start(socket, options, picker::routes(context, pools, settings))
     }
 }

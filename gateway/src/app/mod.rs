@@ -4,10 +4,8 @@
 
 mod cors;
 mod gateway;
-mod listeners;
 pub mod metrics;
 mod reload;
-mod reload_routes;
 pub mod replay;
 mod routes;
 mod run;
@@ -15,6 +13,6 @@ mod running;
 pub mod top;
 
 pub use gateway::Gateway;
-pub use reload::{LastReload, LoadSettings, ReloadError, ReloadStatus};
+pub use reload::{LastReload, LoadSettings, ReloadStatus};
 pub use run::{Ended, Signal, refuse, run, run_until};
 pub use running::GatewayError;

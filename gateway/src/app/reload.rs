@@ -7,13 +7,19 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use metrics::{Counter, Gauge};
+use axum::extract::State;
+use axum::http::StatusCode;
+use axum::routing::get;
+use axum::{Json, Router};
+use metrics::Counter;
 use parking_lot::Mutex;
 use serde::Serialize;
 use tokio::time::{Instant, sleep};
 
-use super::running::{Files, GatewayError, Running};
+use super::running::{Files, Running};
+use crate::admin::ClientAddress;
 use crate::admission::retry_budget::RetryBudget;
+use crate::formats::openai::ApiError;
 use crate::net::limits::ProcessLimits;
 use crate::net::listener::ListenerControl;
 use crate::net::upstream::{WorkerTlsFiles, worker_tls};
@@ -23,36 +29,13 @@ use crate::pools::model::{Model, SHUTDOWN_WAIT};
 use crate::pools::models::Models;
 use crate::pools::serving::Pools;
 use crate::proxy::context::RequestContext;
-use crate::settings::{SettingErrors, Settings};
+use crate::settings::Settings;
 
 /// Polling interval for requests that still use a removed model.
 const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Loads the settings again: the current file with the variables and flags of the start.
 pub type LoadSettings = Arc<dyn Fn() -> Result<Settings, String> + Send + Sync>;
-
-/// Reason for a rejected reload. The previous settings stay in force.
-#[derive(Debug, thiserror::Error)]
-pub enum ReloadError {
-    /// No loader.
-    #[error("the embedding process provided the settings and must change them itself")]
-    Fixed,
-    /// The gateway is draining.
-    #[error("the gateway is draining")]
-    Draining,
-    /// Unreadable settings or a broken rule.
-    #[error("{0}")]
-    Settings(String),
-    /// Settings that conflict with those that need a restart.
-    #[error("with the running values of settings that need a restart: {0}")]
-    Unfit(SettingErrors),
-    /// An unusable referenced file, or a model that cannot start.
-    #[error(transparent)]
-    Gateway(#[from] GatewayError),
-    /// The reload was aborted.
-    #[error("the reload was interrupted")]
-    Lost,
-}
 
 /// Status of the running settings.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
@@ -87,15 +70,6 @@ pub(crate) struct Reloader {
     /// Files of the last load, for comparison. Locked during a reload.
     files: tokio::sync::Mutex<WorkerTlsFiles>,
     status: Mutex<ReloadStatus>,
-    meters: ReloadMeters,
-}
-
-struct ReloadMeters {
-    applied: Counter,
-    rejected: Counter,
-    is_successful: Gauge,
-    applied_at: Gauge,
-    restart_needed: Gauge,
 }
 
 impl Reloader {
@@ -106,17 +80,11 @@ impl Reloader {
         clients: ListenerControl,
         tls_files: WorkerTlsFiles,
     ) -> Self {
-        let reloads = |result| metrics::counter!(page::CONFIG_RELOADS.name, "result" => result);
-        let meters = ReloadMeters {
-            applied: reloads("applied"),
-            rejected: reloads("rejected"),
-            is_successful: metrics::gauge!(page::LAST_RELOAD_SUCCESSFUL.name),
-            applied_at: metrics::gauge!(page::CONFIG_APPLIED_AT.name),
-            restart_needed: metrics::gauge!(page::CONFIG_RESTART_NEEDED.name),
-        };
+        // Both series exist from the start.
+        ["applied", "rejected"].map(reloads).iter().for_each(|counter| counter.increment(0));
         let status = ReloadStatus { applied_at: unix_time().as_secs(), is_current: true, ..ReloadStatus::default() };
         let (files, status) = (tokio::sync::Mutex::new(tls_files), Mutex::new(status));
-        let reloader = Self { running, load, limits, clients, files, status, meters };
+        let reloader = Self { running, load, limits, clients, files, status };
         reloader.show(&reloader.status());
         reloader
     }
@@ -127,12 +95,12 @@ impl Reloader {
     }
 
     /// Loads and applies the settings. Runs to completion, even if the caller drops the future.
-    pub(crate) async fn reload(self: &Arc<Self>) -> Result<ReloadStatus, ReloadError> {
+    pub(crate) async fn reload(self: &Arc<Self>) -> Result<ReloadStatus, ApiError> {
         let this = Arc::clone(self);
-        tokio::spawn(async move { this.run().await }).await.unwrap_or(Err(ReloadError::Lost))
+        tokio::spawn(async move { this.run().await }).await.unwrap_or_else(|_| Err(interrupted()))
     }
 
-    async fn run(&self) -> Result<ReloadStatus, ReloadError> {
+    async fn run(&self) -> Result<ReloadStatus, ApiError> {
         let mut tls_files = self.files.lock().await;
         let result = match self.prepare(&tls_files).await {
             Ok(next) => Ok(self.apply(next, &mut tls_files).await),
@@ -144,14 +112,14 @@ impl Reloader {
         match &result {
             Ok(restart_needed) => {
                 (status.applied_at, status.restart_needed) = (unix_time().as_secs(), restart_needed.clone());
-                self.meters.applied.increment(1);
+                reloads("applied").increment(1);
                 for setting in restart_needed {
                     tracing::warn!(setting, "setting changed; the change needs a restart");
                 }
                 tracing::info!(restart_needed = restart_needed.len(), "configuration reloaded");
             }
             Err(_) => {
-                self.meters.rejected.increment(1);
+                reloads("rejected").increment(1);
                 tracing::error!(error, "configuration reload rejected; the previous configuration stays in force");
             }
         }
@@ -163,40 +131,45 @@ impl Reloader {
 
     fn show(&self, status: &ReloadStatus) {
         let is_successful = status.last.as_ref().is_none_or(|last| last.applied);
-        self.meters.is_successful.set(if is_successful { 1.0 } else { 0.0 });
-        self.meters.applied_at.set(status.applied_at as f64);
-        self.meters.restart_needed.set(status.restart_needed.len() as f64);
+        metrics::gauge!(page::LAST_RELOAD_SUCCESSFUL.name).set(if is_successful { 1.0 } else { 0.0 });
+        metrics::gauge!(page::CONFIG_APPLIED_AT.name).set(status.applied_at as f64);
+        metrics::gauge!(page::CONFIG_RESTART_NEEDED.name).set(status.restart_needed.len() as f64);
     }
 
     /// All fallible steps. Does not change running state.
-    async fn prepare(&self, known: &WorkerTlsFiles) -> Result<Next, ReloadError> {
+    async fn prepare(&self, known: &WorkerTlsFiles) -> Result<Next, ApiError> {
         let pools = self.running.pools.get();
         if pools.readiness.is_draining() {
-            return Err(ReloadError::Draining);
+            return Err(ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "draining", "the gateway is draining"));
         }
-        let load = self.load.clone().ok_or(ReloadError::Fixed)?;
+        let load = self.load.clone().ok_or_else(|| {
+            let message = "the embedding process provided the settings and must change them itself";
+            ApiError::new(StatusCode::CONFLICT, "config_fixed", message)
+        })?;
         let loaded = tokio::task::spawn_blocking(move || {
-            let loaded = load().map_err(ReloadError::Settings)?;
+            let loaded = load().map_err(rejected)?;
             Ok((WorkerTlsFiles::read(&loaded.gateway), loaded))
         });
-        let (tls_files, loaded) = loaded.await.unwrap_or(Err(ReloadError::Lost))?;
+        let (tls_files, loaded) = loaded.await.unwrap_or_else(|_| Err(interrupted()))?;
         let (mut settings, mut restart_needed) = loaded.reloaded_over(&pools.settings);
         if settings.gateway.body_bytes_max > self.limits.body_budget_bytes {
             // The budget of the start could not hold a single body of that size.
             restart_needed.push("gateway.body_bytes_max".to_owned());
             settings.gateway.body_bytes_max = pools.settings.gateway.body_bytes_max;
         }
-        settings.validate().map_err(ReloadError::Unfit)?;
-        let files = Files::read(&settings, &self.limits).await?;
+        settings
+            .validate()
+            .map_err(|errors| rejected(format!("with the running values of settings that need a restart: {errors}")))?;
+        let files = Files::read(&settings, &self.limits).map_err(rejected)?;
         let timeouts = (settings.gateway.connect_timeout_ms, pools.settings.gateway.connect_timeout_ms);
         let is_new = tls_files != *known || timeouts.0 != timeouts.1;
         let worker_tls = is_new.then(|| worker_tls(&settings.gateway)).transpose();
-        let worker_tls = worker_tls.map_err(GatewayError::from)?;
+        let worker_tls = worker_tls.map_err(rejected)?;
         // Last, because models started here must be stopped after any failure.
         let snapshots = settings.gateway.snapshot_path.as_deref();
         let upstream = &self.running.context.get().upstream;
         let models = pools.models.reloaded(&settings.models, upstream, snapshots).await;
-        let models = models.map_err(GatewayError::from)?;
+        let models = models.map_err(rejected)?;
         Ok(Next { settings, restart_needed, files, worker_tls, tls_files, models })
     }
 
@@ -270,7 +243,39 @@ fn end_removed(old: Arc<RequestContext>, models: &Models) {
     });
 }
 
+fn reloads(result: &'static str) -> Counter {
+    metrics::counter!(page::CONFIG_RELOADS.name, "result" => result)
+}
+
 /// Joins a list of problems into one log line.
 fn in_one_line(problems: &str) -> String {
     problems.trim_end().split('\n').collect::<Vec<_>>().join("; ")
+}
+
+/// Routes for the administration listener.
+pub(super) fn routes(reloader: Arc<Reloader>) -> Router {
+    Router::new().route("/admin/reload", get(status).post(reload)).with_state(reloader)
+}
+
+async fn status(State(reloader): State<Arc<Reloader>>) -> Json<ReloadStatus> {
+    Json(reloader.status())
+}
+
+/// Same as SIGHUP, with a response.
+async fn reload(
+    State(reloader): State<Arc<Reloader>>,
+    ClientAddress(peer): ClientAddress,
+) -> Result<Json<ReloadStatus>, ApiError> {
+    let peer = peer.map(tracing::field::display);
+    tracing::info!(target: "pointsman_gateway::audit", what = "reload", peer, "configuration reload requested by hand");
+    reloader.reload().await.map(Json)
+}
+
+/// Unusable settings, a file that they name, or a model that cannot start.
+fn rejected(reason: impl ToString) -> ApiError {
+    ApiError::new(StatusCode::UNPROCESSABLE_ENTITY, "config_rejected", reason.to_string().trim_end())
+}
+
+fn interrupted() -> ApiError {
+    ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", "the reload was interrupted")
 }

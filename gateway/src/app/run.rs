@@ -40,7 +40,6 @@ pub enum Signal {
 
 impl Signal {
     /// Exit code of a process ended by the signal, as shells report it.
-    #[must_use]
     pub fn exit_code(self) -> u8 {
         match self {
             Self::Interrupt => 130,
@@ -62,7 +61,6 @@ pub enum Ended {
 ///
 /// Exit codes: 0 after a regular end, even if requests were cut off after `drain_timeout_ms` (the log reports their
 /// number); 2 if startup failed, with the reason on stderr; 130 or 143 after a second SIGINT or SIGTERM.
-#[must_use]
 pub fn run(settings: Settings, load: LoadSettings) -> ExitCode {
     let format = settings.gateway.log_format;
     match run_logged(settings, load) {
@@ -184,7 +182,6 @@ fn unusable(format: LogFormat, reason: &str) -> ExitCode {
 }
 
 /// Reports on stderr why startup was not attempted: one problem per line, in the log format.
-#[must_use]
 pub fn refuse(format: LogFormat, problems: &str) -> ExitCode {
     write_problems(format, problems);
     ExitCode::from(UNUSABLE)

@@ -5,59 +5,26 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use crate::admin::{TokenError, Tokens};
+use crate::admin::Tokens;
 use crate::admission::admit::Admission;
 use crate::admission::body_budget::BodyBudget;
 use crate::admission::retry_budget::RetryBudget;
 use crate::admission::tenants::Tenants;
 use crate::net::limits::ProcessLimits;
-use crate::net::listener::{ListenError, ListenerOptions};
+use crate::net::listener::ListenerOptions;
 use crate::net::tls::{self, TlsError};
-use crate::net::upstream::{Upstream, WorkerTlsError};
+use crate::net::upstream::Upstream;
 use crate::observe::otlp::Tracing;
 use crate::observe::requests::Meters;
 use crate::pools::latest::Latest;
-use crate::pools::model::ModelError;
 use crate::pools::models::Models;
 use crate::pools::serving::{Pools, Readiness};
 use crate::proxy::context::RequestContext;
 use crate::proxy::ids::Ids;
-use crate::replicas::ReplicasError;
-use crate::settings::{GatewaySettings, SecretError, Secrets, Settings};
+use crate::settings::{GatewaySettings, Secrets, Settings};
 
-/// Startup error of the gateway.
-#[derive(Debug, thiserror::Error)]
-pub enum GatewayError {
-    /// Pool of a model.
-    #[error(transparent)]
-    Model(#[from] ModelError),
-    /// Operator token.
-    #[error(transparent)]
-    AdminToken(#[from] TokenError),
-    /// Secret file.
-    #[error(transparent)]
-    Secret(#[from] SecretError),
-    /// TLS of requests to workers.
-    #[error(transparent)]
-    WorkerTls(#[from] WorkerTlsError),
-    /// Certificate chain or key for clients.
-    #[error(transparent)]
-    Tls(#[from] TlsError),
-    /// Transport between replicas.
-    #[error(transparent)]
-    Replicas(#[from] ReplicasError),
-    /// Listen failure.
-    #[error(transparent)]
-    Listen(#[from] ListenError),
-    /// Exporter of traces.
-    #[error("cannot export traces to {endpoint}: {reason}")]
-    Otlp {
-        /// `gateway.otlp_endpoint`.
-        endpoint: String,
-        /// Reason of the client library.
-        reason: String,
-    },
-}
+/// Why the gateway cannot start, or cannot apply settings.
+pub type GatewayError = Box<dyn std::error::Error + Send + Sync>;
 
 /// State that reloads replace.
 #[derive(Clone)]
@@ -98,9 +65,8 @@ impl Running {
 fn tracing_of(gateway: &GatewaySettings) -> Result<Option<Arc<Tracing>>, GatewayError> {
     let Some(endpoint) = &gateway.otlp_endpoint else { return Ok(None) };
     let tracing = Tracing::start(endpoint, gateway.otlp_sample_share);
-    tracing
-        .map(|tracing| Some(Arc::new(tracing)))
-        .map_err(|reason| GatewayError::Otlp { endpoint: endpoint.clone(), reason })
+    let tracing = tracing.map_err(|reason| format!("cannot export traces to {endpoint}: {reason}"))?;
+    Ok(Some(Arc::new(tracing)))
 }
 
 /// Contents of the files referenced by settings, validated.
@@ -112,9 +78,9 @@ pub(super) struct Files {
 }
 
 impl Files {
-    pub(super) async fn read(settings: &Settings, limits: &ProcessLimits) -> Result<Self, GatewayError> {
+    pub(super) fn read(settings: &Settings, limits: &ProcessLimits) -> Result<Self, GatewayError> {
         let listener = client_options(&settings.gateway, limits)?;
-        let admin_tokens = Tokens::read(settings.admin.as_ref()).await?;
+        let admin_tokens = Tokens::read(settings.admin.as_ref())?;
         Ok(Self { secrets: Secrets::read(settings)?, admin_tokens, listener })
     }
 }

@@ -2,10 +2,11 @@
 
 use std::fmt;
 use std::ops::Deref;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
+use parking_lot::{Mutex, RwLock};
 use pointsman::{
     BoxFuture, BusError, ReplicaBus, ReplicaId, ReplicaLife, ReplicaMember, ReplicaMessage, ReplicaTopic,
     SnapshotSource, SnapshotStore,
@@ -31,23 +32,8 @@ const MESSAGES_KEPT: usize = 4096;
 /// Snapshots sent to other replicas at a time.
 const SNAPSHOTS_AT_ONCE: usize = 2;
 
-/// Reason of a refused snapshot.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum SnapshotRefusal {
-    /// Unknown pool, or its index is not warm.
-    Absent,
-    /// Longer than [`SNAPSHOT_BYTES_MAX`].
-    TooLong,
-}
-
-impl SnapshotRefusal {
-    pub(super) fn reason(self) -> &'static str {
-        match self {
-            Self::Absent => "it has no warm index of this pool",
-            Self::TooLong => "the snapshot is longer than 1 GiB",
-        }
-    }
-}
+/// Reasons for which a replica sends no snapshot, by their code in frames.
+pub(super) const REFUSALS: [&str; 2] = ["it has no warm index of this pool", "the snapshot is longer than 1 GiB"];
 
 /// State of every transport.
 pub(super) struct Hub {
@@ -76,11 +62,12 @@ impl Hub {
     }
 
     /// The snapshot of a pool for another replica, with the permit to send it.
-    pub(super) async fn snapshot(&self, pool: &str) -> Result<(Option<SemaphorePermit<'_>>, Bytes), SnapshotRefusal> {
+    pub(super) async fn snapshot(&self, pool: &str) -> Result<(Option<SemaphorePermit<'_>>, Bytes), &'static str> {
+        let [absent, too_long] = REFUSALS;
         let permit = self.snapshots.acquire().await.ok();
-        let source = self.source.read().unwrap_or_else(PoisonError::into_inner).clone();
-        let snapshot = source.ok_or(SnapshotRefusal::Absent)?.snapshot(pool).await.ok_or(SnapshotRefusal::Absent)?;
-        if snapshot.len() as u64 > SNAPSHOT_BYTES_MAX { Err(SnapshotRefusal::TooLong) } else { Ok((permit, snapshot)) }
+        let source = self.source.read().clone();
+        let snapshot = source.ok_or(absent)?.snapshot(pool).await.ok_or(absent)?;
+        if snapshot.len() as u64 > SNAPSHOT_BYTES_MAX { Err(too_long) } else { Ok((permit, snapshot)) }
     }
 }
 
@@ -108,22 +95,31 @@ impl<T: Carrier> Bus<T> {
     pub(super) fn new(shared: Arc<T>, tasks: JoinSet<()>) -> Self {
         Self { shared, tasks: Mutex::new(tasks) }
     }
-
-    /// Sends queued messages for at most one second, then leaves the other replicas.
-    pub(super) async fn leave(&self) {
-        self.shared.is_leaving.send_replace(true);
-        let mut tasks = std::mem::take(&mut *lock(&self.tasks));
-        let all_ended = async { while tasks.join_next().await.is_some() {} };
-        if timeout(LEAVE_TIMEOUT, all_ended).await.is_err() {
-            tracing::warn!("{}", T::UNSENT);
-        }
-        self.shared.members.send_replace(Arc::from([]));
-    }
 }
 
 impl<T: Carrier> fmt::Debug for Bus<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Bus").field("life", &self.shared.life).finish_non_exhaustive()
+    }
+}
+
+/// A bus that can be left.
+pub(super) trait Transport: ReplicaBus {
+    /// Sends queued messages for at most one second, then leaves the other replicas.
+    fn leave(&self) -> BoxFuture<'_, ()>;
+}
+
+impl<T: Carrier> Transport for Bus<T> {
+    fn leave(&self) -> BoxFuture<'_, ()> {
+        self.shared.is_leaving.send_replace(true);
+        let mut tasks = std::mem::take(&mut *self.tasks.lock());
+        Box::pin(async move {
+            let all_ended = async { while tasks.join_next().await.is_some() {} };
+            if timeout(LEAVE_TIMEOUT, all_ended).await.is_err() {
+                tracing::warn!("{}", T::UNSENT);
+            }
+            self.shared.members.send_replace(Arc::from([]));
+        })
     }
 }
 
@@ -155,7 +151,7 @@ impl<T: Carrier> ReplicaBus for Bus<T> {
     }
 
     fn serve_snapshots(&self, source: Arc<dyn SnapshotSource>) {
-        *self.shared.source.write().unwrap_or_else(PoisonError::into_inner) = Some(source);
+        *self.shared.source.write() = Some(source);
     }
 
     fn set_serving(&self, is_serving: bool) {
@@ -165,11 +161,6 @@ impl<T: Carrier> ReplicaBus for Bus<T> {
     fn store(&self) -> Option<&dyn SnapshotStore> {
         self.shared.store()
     }
-}
-
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Panics cannot occur between related changes.
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Resolves when this replica leaves.

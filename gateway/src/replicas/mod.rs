@@ -18,44 +18,23 @@ use ring::digest;
 use ring::rand::{SecureRandom as _, SystemRandom};
 use tokio::net::TcpListener;
 
-use crate::net::listener::ListenError;
 use crate::net::listener::{PassedSockets, Reserved};
-use crate::net::tls::TlsError;
 use crate::observe::clock::unix_ms;
 use crate::settings::{ReplicasSettings, Secret};
-use direct::{DirectBus, DirectOptions, Peers};
-use nats::{NatsBus, NatsOptions};
+use bus::Transport;
+use direct::{DirectBus, Peers};
+use nats::NatsBus;
 use tls::MutualTls;
 
-/// Startup error of a transport.
-#[derive(Debug, thiserror::Error)]
-pub enum ReplicasError {
-    /// Listen failure.
-    #[error(transparent)]
-    Listen(#[from] ListenError),
-    /// Certificate chain, key or authority.
-    #[error("replicas: {0}")]
-    Tls(#[from] TlsError),
-    /// No random id.
-    #[error("replicas.id is absent, and the system has no random bytes")]
-    NoId,
-    /// Settings that [`Settings::validate`](crate::settings::Settings::validate) rejects.
-    #[error("replicas.listen is absent, must be an address")]
-    NoAddress,
-}
+/// Why a transport cannot start.
+pub type ReplicasError = Box<dyn std::error::Error + Send + Sync>;
 
 /// The running transport of a gateway. Dropping it closes its connections; [`Replicas::leave`] also sends what is
 /// queued.
 #[derive(Debug)]
 pub struct Replicas {
-    transport: Transport,
+    transport: Arc<dyn Transport>,
     address: Option<SocketAddr>,
-}
-
-#[derive(Debug)]
-enum Transport {
-    Direct(Arc<DirectBus>),
-    Nats(Arc<NatsBus>),
 }
 
 impl Replicas {
@@ -63,67 +42,55 @@ impl Replicas {
     /// connected in the background, so no failure of theirs is an error. `reuse_port` shares the listen address.
     ///
     /// # Errors
-    /// See [`ReplicasError`].
+    /// The address cannot be used, a file of TLS cannot be read, or the system has no random bytes.
     pub fn start(settings: &ReplicasSettings, reuse_port: bool, key: Option<Secret>) -> Result<Self, ReplicasError> {
-        if let Some(url) = &settings.nats {
-            return Self::start_nats(url.clone(), settings, key);
-        }
-        let address = settings.listen.ok_or(ReplicasError::NoAddress)?;
-        let passed = &mut PassedSockets::default();
-        let listener = Reserved::of(address, "replicas.listen", reuse_port, passed)?.listen()?;
-        Self::start_on(listener, settings, key)
+        let Some(url) = &settings.nats else {
+            let address = settings.listen.ok_or("replicas.listen is absent, must be an address")?;
+            let passed = &mut PassedSockets::default();
+            let listener = Reserved::of(address, "replicas.listen", reuse_port, passed)?.listen()?;
+            return Self::start_on(listener, settings, key);
+        };
+        // Unreadable files are detected before anything runs.
+        mutual_tls(settings)?;
+        let (life, tls) = (life(settings)?, tls_files(settings).map(|files| files.map(PathBuf::clone)));
+        tracing::info!(replica = %life.replica, incarnation = life.incarnation, url, "replicas started");
+        Ok(Self { transport: Arc::new(NatsBus::start(life, url.clone(), key, tls)), address: None })
     }
 
     /// Like [`Replicas::start`], with a bound socket in place of `listen`.
     ///
     /// # Errors
-    /// See [`ReplicasError`].
+    /// As [`Replicas::start`].
     pub fn start_on(
         listener: TcpListener,
         settings: &ReplicasSettings,
         key: Option<Secret>,
     ) -> Result<Self, ReplicasError> {
-        let tls = tls_files(settings).map(MutualTls::read).transpose()?;
+        let tls = mutual_tls(settings)?;
         let (life, address, peers) = (life(settings)?, listener.local_addr().ok(), peers_of(settings));
         let listen = address.map(tracing::field::display);
         tracing::info!(replica = %life.replica, incarnation = life.incarnation, address = listen, "replicas started");
-        let bus = Arc::new(DirectBus::start(listener, DirectOptions { life, peers, key, tls }));
-        Ok(Self { transport: Transport::Direct(bus), address })
-    }
-
-    fn start_nats(url: String, settings: &ReplicasSettings, key: Option<Secret>) -> Result<Self, ReplicasError> {
-        let tls = tls_files(settings);
-        // Unreadable files are detected before anything runs.
-        tls.map(MutualTls::read).transpose()?;
-        let life = life(settings)?;
-        tracing::info!(replica = %life.replica, incarnation = life.incarnation, url, "replicas started");
-        let tls = tls.map(|files| files.map(PathBuf::clone));
-        let bus = Arc::new(NatsBus::start(NatsOptions { life, url, key, tls }));
-        Ok(Self { transport: Transport::Nats(bus), address: None })
+        Ok(Self { transport: Arc::new(DirectBus::start(listener, life, peers, key, tls)), address })
     }
 
     /// The bus of all models.
-    #[must_use]
     pub fn bus(&self) -> Arc<dyn ReplicaBus> {
-        match &self.transport {
-            Transport::Direct(bus) => Arc::clone(bus) as Arc<dyn ReplicaBus>,
-            Transport::Nats(bus) => Arc::clone(bus) as Arc<dyn ReplicaBus>,
-        }
+        self.transport.clone()
     }
 
     /// Listen address for other replicas.
-    #[must_use]
     pub fn address(&self) -> Option<SocketAddr> {
         self.address
     }
 
     /// Sends queued messages for at most one second, then leaves the other replicas.
     pub async fn leave(self) {
-        match self.transport {
-            Transport::Direct(bus) => bus.leave().await,
-            Transport::Nats(bus) => bus.leave().await,
-        }
+        self.transport.leave().await;
     }
+}
+
+fn mutual_tls(settings: &ReplicasSettings) -> Result<Option<MutualTls>, String> {
+    tls_files(settings).map(MutualTls::read).transpose().map_err(|error| format!("replicas: {error}"))
 }
 
 /// Certificate chain, key and authority, if all are given.
@@ -161,7 +128,9 @@ fn replica_id(name: Option<&str>) -> Result<ReplicaId, ReplicasError> {
     let mut id = [0; 8];
     match name {
         Some(name) => id.copy_from_slice(&digest::digest(&digest::SHA256, name.as_bytes()).as_ref()[..8]),
-        None => SystemRandom::new().fill(&mut id).map_err(|_| ReplicasError::NoId)?,
+        None => SystemRandom::new()
+            .fill(&mut id)
+            .map_err(|_| "replicas.id is absent, and the system has no random bytes")?,
     }
     Ok(ReplicaId(u64::from_le_bytes(id)))
 }

@@ -1,16 +1,16 @@
 //! One encoded state for all viewers, computed only while there are viewers.
 //!
-//! The first viewer starts a task, which computes a frame per [`INTERVAL`] and ends when it finds no viewers. A viewer
+//! The first viewer that needs a frame computes it, at most one per [`INTERVAL`], while the others wait for it. A viewer
 //! that reads slowly misses frames and does not delay others.
 
-use std::future::Future;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use tokio::sync::watch;
-use tokio::time::{MissedTickBehavior, interval};
-use tokio_stream::wrappers::WatchStream;
+use futures_util::StreamExt as _;
+use futures_util::stream::{BoxStream, unfold};
+use tokio::sync::{Mutex, Semaphore, TryAcquireError};
+use tokio::time::{Instant, sleep_until};
 
 /// Interval of frames.
 pub(super) const INTERVAL: Duration = Duration::from_millis(250);
@@ -20,86 +20,51 @@ pub(super) const VIEWERS_MAX: usize = 16;
 
 /// The feed of one gateway.
 pub(super) struct Feed {
-    /// Present while the task runs. Locked during the decision to end it, so that no viewer is left behind.
-    frames: Mutex<Option<watch::Sender<Bytes>>>,
+    viewers: Arc<Semaphore>,
+    /// Locked during the wait for the next frame and its computation.
+    latest: Mutex<Latest>,
 }
 
-/// Viewers above [`VIEWERS_MAX`].
-#[derive(Debug)]
-pub(super) struct TooManyViewers;
+struct Latest {
+    frame: Bytes,
+    number: u64,
+    /// Time of the next frame.
+    due: Instant,
+}
 
 impl Feed {
     pub(super) fn new() -> Arc<Self> {
-        Arc::new(Self { frames: Mutex::new(None) })
+        let latest = Mutex::new(Latest { frame: Bytes::new(), number: 0, due: Instant::now() });
+        Arc::new(Self { viewers: Arc::new(Semaphore::new(VIEWERS_MAX)), latest })
     }
 
     /// The frames from now on. The stream ends when `next` returns none.
-    pub(super) fn watch<F>(
+    ///
+    /// # Errors
+    /// There are [`VIEWERS_MAX`] viewers.
+    pub(super) fn watch<F: Future<Output = Option<Bytes>> + Send>(
         self: &Arc<Self>,
-        next: impl Fn() -> F + Send + 'static,
-    ) -> Result<WatchStream<Bytes>, TooManyViewers>
-    where
-        F: Future<Output = Option<Bytes>> + Send + 'static,
-    {
-        let mut frames = self.lock();
-        let receiver = match &*frames {
-            Some(sender) if sender.receiver_count() >= VIEWERS_MAX => return Err(TooManyViewers),
-            Some(sender) => sender.subscribe(),
-            None => {
-                let (sender, receiver) = watch::channel(Bytes::new());
-                *frames = Some(sender.clone());
-                tokio::spawn(Arc::clone(self).send(sender, next));
-                receiver
-            }
-        };
-        Ok(WatchStream::from_changes(receiver))
+        next: impl Fn() -> F + Send + Sync + 'static,
+    ) -> Result<BoxStream<'static, Bytes>, TryAcquireError> {
+        let permit = Arc::clone(&self.viewers).try_acquire_owned()?;
+        let frames = unfold((Arc::clone(self), permit, next, 0), |(feed, permit, next, seen)| async move {
+            let (frame, number) = feed.after(seen, &next).await?;
+            Some((frame, (feed, permit, next, number)))
+        });
+        Ok(frames.boxed())
     }
 
-    async fn send<F>(self: Arc<Self>, sender: watch::Sender<Bytes>, next: impl Fn() -> F)
-    where
-        F: Future<Output = Option<Bytes>>,
-    {
-        // Also after a panic in `next`: the next viewer starts again.
-        let _end = End { feed: &self, sender: &sender };
-        let mut ticks = interval(INTERVAL);
-        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        loop {
-            ticks.tick().await;
-            if self.ends_without_viewers(&sender) {
-                return;
-            }
-            let Some(frame) = next().await else { return };
-            sender.send_replace(frame);
+    /// The newest frame, another than the one with this number.
+    async fn after<F: Future<Output = Option<Bytes>>>(&self, seen: u64, next: &impl Fn() -> F) -> Option<(Bytes, u64)> {
+        let mut latest = self.latest.lock().await;
+        if latest.number == seen {
+            sleep_until(latest.due).await;
         }
-    }
-
-    fn ends_without_viewers(&self, sender: &watch::Sender<Bytes>) -> bool {
-        let mut frames = self.lock();
-        let ends = sender.receiver_count() == 0;
-        if ends {
-            *frames = None;
+        if latest.due <= Instant::now() {
+            let frame = next().await?;
+            *latest = Latest { frame, number: latest.number + 1, due: Instant::now() + INTERVAL };
         }
-        ends
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Option<watch::Sender<Bytes>>> {
-        // The value is replaced as a whole.
-        self.frames.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// Ends the task of this sender in the feed when dropped, unless another one runs already.
-struct End<'a> {
-    feed: &'a Feed,
-    sender: &'a watch::Sender<Bytes>,
-}
-
-impl Drop for End<'_> {
-    fn drop(&mut self) {
-        let mut frames = self.feed.lock();
-        if frames.as_ref().is_some_and(|frames| frames.same_channel(self.sender)) {
-            *frames = None;
-        }
+        Some((latest.frame.clone(), latest.number))
     }
 }
 
@@ -108,7 +73,6 @@ mod tests {
     use std::sync::atomic::{AtomicU64, Ordering};
 
     use tokio::time::sleep;
-    use tokio_stream::StreamExt as _;
 
     use super::*;
 

@@ -23,8 +23,8 @@ use axum::http::{HeaderValue, Method};
 use axum::response::Response;
 use axum::routing::get;
 use bytes::Bytes;
+use futures_util::StreamExt as _;
 use tokio::sync::Mutex;
-use tokio_stream::StreamExt as _;
 
 use super::Admin;
 use crate::formats::openai::ApiError;
@@ -32,7 +32,7 @@ use crate::observe::clock::unix_ms;
 use crate::pools::latest::Latest;
 use crate::pools::serving::Pools;
 use collect::Windows;
-use feed::{Feed, TooManyViewers, VIEWERS_MAX};
+use feed::{Feed, VIEWERS_MAX};
 
 /// The static files: path, content type, content.
 const FILES: [(&str, &str, &str); 4] = [
@@ -118,7 +118,7 @@ pub(super) async fn stream(State(admin): State<Arc<Admin>>) -> Result<Response, 
         let source = Arc::clone(&source);
         async move { source.next().await }
     };
-    let frames = admin.live.feed.watch(next).map_err(|TooManyViewers| {
+    let frames = admin.live.feed.watch(next).map_err(|_| {
         let message = format!("the limit of {VIEWERS_MAX} viewers is reached");
         ApiError::overloaded("viewers_max", message, Duration::from_secs(5))
     })?;

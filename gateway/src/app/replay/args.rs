@@ -1,6 +1,6 @@
 //! Arguments of a replay, and the other settings that they describe.
 
-use std::io;
+use std::fmt;
 use std::path::PathBuf;
 
 use clap::Args;
@@ -24,30 +24,6 @@ pub struct ReplayArgs {
     pub list: u32,
 }
 
-/// Reason for which nothing is replayed.
-#[derive(Debug, thiserror::Error)]
-pub enum ReplayProblem {
-    /// A file cannot be read.
-    #[error("{file} cannot be read: {error}")]
-    Unreadable {
-        /// The file.
-        file: String,
-        /// Reason.
-        error: io::Error,
-    },
-    /// A file has other contents.
-    #[error("{file} {error}")]
-    Format {
-        /// The file.
-        file: String,
-        /// Reason.
-        error: Box<dyn std::error::Error + Send + Sync>,
-    },
-    /// The other settings are invalid.
-    #[error("the other settings are invalid: {0}")]
-    Settings(String),
-}
-
 fn key_and_value(text: &str) -> Result<(String, String), String> {
     let (key, value) = text.split_once('=').ok_or("must be KEY=VALUE")?;
     Ok((key.to_owned(), value.to_owned()))
@@ -66,23 +42,23 @@ impl ReplayArgs {
     }
 
     /// `config` with the other settings.
-    pub(super) fn changed(&self, config: &RouterConfig) -> Result<RouterConfig, ReplayProblem> {
-        let invalid = |error: serde_json::Error| ReplayProblem::Settings(error.to_string());
-        let mut value = serde_json::to_value(config).map_err(invalid)?;
+    pub(super) fn changed(&self, config: &RouterConfig) -> Result<RouterConfig, String> {
+        let invalid = |error: &dyn fmt::Display| format!("the other settings are invalid: {error}");
+        let mut value = serde_json::to_value(config).map_err(|error| invalid(&error))?;
         if let Some(policy) = &self.policy {
             value["policy"] = policy.as_str().into();
         }
         for (key, text) in &self.set {
             let given = serde_json::from_str(text).unwrap_or_else(|_| Value::from(text.as_str()));
-            place(&mut value, key, given).ok_or_else(|| ReplayProblem::Settings(format!("{key} is no setting")))?;
+            place(&mut value, key, given).ok_or_else(|| invalid(&format!("{key} is no setting")))?;
         }
-        let changed: RouterConfig = serde_json::from_value(value).map_err(invalid)?;
-        changed.validate().map_err(|errors| ReplayProblem::Settings(errors.to_string()))?;
+        let changed: RouterConfig = serde_json::from_value(value).map_err(|error| invalid(&error))?;
+        changed.validate().map_err(|errors| invalid(&errors))?;
         Ok(changed)
     }
 
     /// The problem with the other settings beside `config`, if any.
-    pub(super) fn problem_with(&self, config: &RouterConfig) -> Option<ReplayProblem> {
+    pub(super) fn problem_with(&self, config: &RouterConfig) -> Option<String> {
         self.changed(config).err().filter(|_| self.changes())
     }
 }

@@ -15,7 +15,7 @@ pub(super) struct Comparison {
     listed_max: usize,
     decisions: u64,
     prompt_tokens: u64,
-    changed: u64,
+    pub(super) changed: u64,
     /// The first changed choices, as lines.
     listed: Vec<String>,
     recorded: Choices,
@@ -61,10 +61,6 @@ fn ratio(part: f64, whole: f64) -> f64 {
 impl Comparison {
     pub(super) fn new(name: String, listed_max: usize) -> Self {
         Self { name, listed_max, ..Self::default() }
-    }
-
-    pub(super) fn changed(&self) -> u64 {
-        self.changed
     }
 
     /// Adds a decision. Rejections and requests for a given rank are not compared.

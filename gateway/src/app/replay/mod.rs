@@ -14,7 +14,7 @@ use std::path::Path;
 use pointsman::protocol::{WorkerId, WorkerRank};
 use pointsman::{RecordFile, RecordedChoice, Replay, ReplayedDecision, RouterConfig};
 
-pub use args::{ReplayArgs, ReplayProblem};
+pub use args::ReplayArgs;
 use comparison::Comparison;
 
 /// Result of a replay.
@@ -46,21 +46,18 @@ impl WorkerNames {
 impl ReplayReport {
     /// Whether every decision was made again as recorded. Always true under other settings, which are not compared bit for
     /// bit.
-    #[must_use]
     pub fn is_equal(&self) -> bool {
         self.different_count == 0
     }
 
     /// Replayed decisions.
-    #[must_use]
     pub fn decisions(&self) -> u64 {
         self.decisions
     }
 
     /// Choices that other settings would have changed; `None` without other settings.
-    #[must_use]
     pub fn changed(&self) -> Option<u64> {
-        self.comparison.as_ref().map(Comparison::changed)
+        self.comparison.as_ref().map(|comparison| comparison.changed)
     }
 
     fn add(&mut self, decision: &ReplayedDecision) {
@@ -101,7 +98,7 @@ impl fmt::Display for ReplayReport {
 ///
 /// # Errors
 /// An unreadable file, or other settings that are invalid.
-pub fn replay_decisions(args: &ReplayArgs) -> Result<ReplayReport, ReplayProblem> {
+pub fn replay_decisions(args: &ReplayArgs) -> Result<ReplayReport, String> {
     let listed_max = args.list as usize;
     let comparison = args.changes().then(|| Comparison::new(args.name(), listed_max));
     let mut report = ReplayReport { comparison, listed_max, ..ReplayReport::default() };
@@ -111,9 +108,9 @@ pub fn replay_decisions(args: &ReplayArgs) -> Result<ReplayReport, ReplayProblem
     Ok(report)
 }
 
-fn replay_file(file: &Path, args: &ReplayArgs, report: &mut ReplayReport) -> Result<(), ReplayProblem> {
+fn replay_file(file: &Path, args: &ReplayArgs, report: &mut ReplayReport) -> Result<(), String> {
     let name = file.display().to_string();
-    let bytes = fs::read(file).map_err(|error| ReplayProblem::Unreadable { file: name.clone(), error })?;
+    let bytes = fs::read(file).map_err(|error| format!("{name} cannot be read: {error}"))?;
     let mut replay = new_replay(args);
     let mut problems = Vec::new();
     let end = RecordFile::read(&bytes, &mut |part| {
@@ -126,7 +123,7 @@ fn replay_file(file: &Path, args: &ReplayArgs, report: &mut ReplayReport) -> Res
             problems.push(format!("{name}: {error}"));
         }
     });
-    let end = end.map_err(|error| ReplayProblem::Format { file: name.clone(), error: error.into() })?;
+    let end = end.map_err(|error| format!("{name} {error}"))?;
     if let Some(at) = end.damaged_at {
         problems.push(format!("{name}: damaged or cut at byte {at} of {}, read up to there", bytes.len()));
     }
@@ -146,7 +143,7 @@ fn new_replay(args: &ReplayArgs) -> Replay {
     let args = args.clone();
     Replay::following(move |bytes| {
         let config = read(bytes)?;
-        let alternative = args.changed(&config).map_err(|problem| problem.to_string())?;
+        let alternative = args.changed(&config)?;
         Ok((config, vec![alternative]))
     })
 }

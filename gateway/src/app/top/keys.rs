@@ -48,7 +48,6 @@ fn keys_of(bytes: &[u8]) -> Vec<Key> {
 }
 
 /// The keys that are pressed from now on; none without a terminal as input.
-#[must_use]
 pub fn read_keys() -> mpsc::Receiver<Key> {
     let (sender, keys) = mpsc::channel(64);
     // A thread of its own, because a read cannot be cancelled: it ends with the process.
@@ -69,7 +68,6 @@ pub fn read_keys() -> mpsc::Receiver<Key> {
 }
 
 /// Columns and rows of the terminal of the output, else of 140 columns.
-#[must_use]
 pub fn size() -> (usize, usize) {
     const DEFAULT: (usize, usize) = (140, 50);
     if let Ok(size) = rustix::termios::tcgetwinsize(io::stdout())

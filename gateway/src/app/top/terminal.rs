@@ -37,38 +37,30 @@ pub(crate) fn lines(snapshot: &LiveSnapshot, view: &View<'_>) -> (Vec<String>, V
     (view.marked(snapshot.level, &snapshot.sentence), lines)
 }
 
-/// A column of the table of ranks.
-struct Column {
-    heading: &'static str,
-    /// Columns with greater numbers are left out first; those with 0 never.
-    priority: u8,
-    show: fn(&RankState) -> String,
-}
-
-const fn column(heading: &'static str, priority: u8, show: fn(&RankState) -> String) -> Column {
-    Column { heading, priority, show }
-}
+/// A column of the table of ranks: heading, priority and cell. Columns with greater priorities are left out first; those
+/// with 0 never.
+type Column = (&'static str, u8, fn(&RankState) -> String);
 
 const COLUMNS: [Column; 11] = [
-    column("RANK", 0, |rank| rank.name.clone()),
-    column("STATE", 0, |rank| rank.status.clone()),
-    column("HITS", 0, |rank| hits(&rank.hits)),
-    column("EVENTS", 0, |rank| {
+    ("RANK", 0, |rank| rank.name.clone()),
+    ("STATE", 0, |rank| rank.status.clone()),
+    ("HITS", 0, |rank| hits(&rank.hits)),
+    ("EVENTS", 0, |rank| {
         let state = |events: &crate::formats::live::EventsState| {
             if events.is_connected { events.state.clone() } else { "lost".into() }
         };
         rank.events.as_ref().map_or("-".to_owned(), state)
     }),
-    column("BOOKED", 1, |rank| rank.active_requests.to_string()),
-    column("WAIT", 2, |rank| format!("{:.1}s", rank.prefill_wait_seconds)),
-    column("RUNNING", 3, |rank| count(rank.engine.as_ref().and_then(|engine| engine.running))),
-    column("WAITING", 4, |rank| count(rank.engine.as_ref().and_then(|engine| engine.waiting))),
-    column("KV", 5, |rank| {
+    ("BOOKED", 1, |rank| rank.active_requests.to_string()),
+    ("WAIT", 2, |rank| format!("{:.1}s", rank.prefill_wait_seconds)),
+    ("RUNNING", 3, |rank| count(rank.engine.as_ref().and_then(|engine| engine.running))),
+    ("WAITING", 4, |rank| count(rank.engine.as_ref().and_then(|engine| engine.waiting))),
+    ("KV", 5, |rank| {
         let usage = rank.engine.as_ref().and_then(|engine| engine.kv_usage);
         usage.map_or("-".to_owned(), |usage| format!("{:.0}%", usage * 100.0))
     }),
-    column("PREFILL", 6, |rank| rank.prefill_tokens.to_string()),
-    column("BLOCKS", 7, |rank| rank.active_blocks.to_string()),
+    ("PREFILL", 6, |rank| rank.prefill_tokens.to_string()),
+    ("BLOCKS", 7, |rank| rank.active_blocks.to_string()),
 ];
 
 fn count(value: Option<u32>) -> String {
@@ -167,18 +159,18 @@ impl View<'_> {
         let shown: Vec<&RankState> = model.ranks.iter().take(self.ranks_max).collect();
         let mut columns: Vec<(&Column, Vec<String>)> = COLUMNS
             .iter()
-            .map(|column| (column, shown.iter().map(|rank| printable(&(column.show)(rank))).collect()))
+            .map(|column| (column, shown.iter().map(|rank| printable(&column.2(rank))).collect()))
             .collect();
-        let width_of = |(column, cells): &(&Column, Vec<String>)| {
-            cells.iter().map(|cell| cell.chars().count()).max().unwrap_or(0).max(column.heading.len())
+        let width_of = |((heading, ..), cells): &(&Column, Vec<String>)| {
+            cells.iter().map(|cell| cell.chars().count()).max().unwrap_or(0).max(heading.len())
         };
         // Two for the mark, and two between columns.
         let total =
             |columns: &[(&Column, Vec<String>)]| columns.iter().map(|column| width_of(column) + 2).sum::<usize>();
         while total(&columns) > self.width
-            && let Some(last) = columns.iter().map(|(column, _)| column.priority).max().filter(|last| *last > 0)
+            && let Some(last) = columns.iter().map(|((_, priority, _), _)| *priority).max().filter(|last| *last > 0)
         {
-            columns.retain(|(column, _)| column.priority < last);
+            columns.retain(|((_, priority, _), _)| *priority < last);
         }
         let mut widths: Vec<usize> = columns.iter().map(width_of).collect();
         let surplus = total(&columns).saturating_sub(self.width);
@@ -190,7 +182,7 @@ impl View<'_> {
             });
             cells.collect::<Vec<_>>().join("  ").trim_end().to_owned()
         };
-        lines.push(format!("  {}", row(columns.iter().map(|(column, _)| column.heading).collect())));
+        lines.push(format!("  {}", row(columns.iter().map(|((heading, ..), _)| *heading).collect())));
         for (n, rank) in shown.iter().enumerate() {
             let mark = if rank.level == Level::Ok { " ".to_owned() } else { self.mark(rank.level) };
             lines.push(format!("{mark} {}", row(columns.iter().map(|(_, cells)| cells[n].as_str()).collect())));

@@ -15,7 +15,7 @@ use super::link::{
     FrameReader, FrameWriter, HANDSHAKE_TIMEOUT, HEARTBEAT, Link, LinkError, Stream, every, shake_hands,
 };
 use super::seal::Side;
-use super::{FETCHES_MAX, Shared, left, lock};
+use super::{FETCHES_MAX, Shared, left};
 use crate::replicas::meters::RefusalReason;
 
 /// Maximum number of accepted connections, in the handshake or after it.
@@ -24,11 +24,8 @@ const CONNECTIONS_MAX: usize = 256;
 /// Pause after a failure to accept, such as a lack of descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// A requested snapshot.
-struct Job {
-    id: u32,
-    pool: Arc<str>,
-}
+/// Id and pool of a requested snapshot.
+type Job = (u32, Arc<str>);
 
 /// Serves other replicas until this one leaves.
 pub(super) async fn accept(listener: TcpListener, shared: Arc<Shared>) {
@@ -94,7 +91,7 @@ async fn serve(stream: TcpStream, shared: &Shared) -> Result<(), LinkError> {
 
 /// Refuses earlier lives of connected replicas. A life is connected while one of its admissions is held.
 fn admit(shared: &Shared, life: ReplicaLife) -> Result<Arc<()>, LinkError> {
-    let mut senders = lock(&shared.senders);
+    let mut senders = shared.senders.lock();
     senders.retain(|_, (_, connected)| connected.strong_count() > 0);
     let known = senders.get(&life.replica).and_then(|(newest, connected)| Some((*newest, connected.upgrade()?)));
     match known {
@@ -122,7 +119,7 @@ async fn receive(
             }
             Frame::Message { topic: None, .. } | Frame::Alive => {}
             Frame::SnapshotRequest { id, pool } => {
-                let is_within_limit = jobs.try_send(Job { id, pool }).is_ok();
+                let is_within_limit = jobs.try_send((id, pool)).is_ok();
                 if !is_within_limit {
                     return Err(LinkError::Refused(RefusalReason::Malformed, "too many snapshots requested"));
                 }
@@ -142,7 +139,7 @@ async fn send(mut writer: FrameWriter<'_>, mut jobs: mpsc::Receiver<Job>, shared
             _ = heartbeat.tick() => None,
             Some(job) = jobs.recv() => Some(job),
         };
-        let Some(Job { id, pool }) = job else {
+        let Some((id, pool)) = job else {
             report_status(&mut writer, &mut serving).await?;
             continue;
         };

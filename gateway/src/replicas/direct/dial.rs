@@ -3,11 +3,12 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::convert::Infallible;
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bytes::Bytes;
+use parking_lot::Mutex;
 use pointsman::Backoff;
 use rustls::pki_types::ServerName;
 use tokio::net::{TcpStream, lookup_host};
@@ -22,7 +23,7 @@ use super::link::{
 };
 use super::outbox::Outbox;
 use super::seal::Side;
-use super::{Fetching, Peer, Shared, left, lock};
+use super::{Fetching, Peer, Shared, left};
 use crate::replicas::bus::SNAPSHOT_BYTES_MAX;
 use crate::replicas::meters::{PeerState, RefusalReason};
 use crate::settings::host_of;
@@ -187,7 +188,8 @@ async fn attempt(
     };
     if life.replica == shared.life.replica {
         if life != shared.life {
-            shared.report_duplicate_id(&target.address);
+            let detail = "another gateway has the same replicas.id, or it is an earlier life of this one";
+            shared.meters.refused(RefusalReason::DuplicateId, &target.address, detail);
         }
         return Ok(());
     }
@@ -248,7 +250,7 @@ struct Registered<'a> {
 impl Drop for Registered<'_> {
     fn drop(&mut self) {
         self.shared.part(self.peer);
-        lock(&self.peer.fetches).clear();
+        self.peer.fetches.lock().clear();
     }
 }
 
@@ -299,8 +301,8 @@ async fn receive(
             }
             Frame::Chunk { id, remaining, bytes } => add_chunk(peer, id, remaining, &bytes)?,
             Frame::NoSnapshot { id, refusal } => {
-                if let Some(fetching) = lock(&peer.fetches).remove(&id) {
-                    let _ = fetching.done.send(Err(refusal.reason().to_owned()));
+                if let Some(fetching) = peer.fetches.lock().remove(&id) {
+                    let _ = fetching.done.send(Err(refusal.to_owned()));
                 }
             }
             Frame::Message { .. } | Frame::Alive | Frame::SnapshotRequest { .. } => return Err(LinkError::MALFORMED),
@@ -310,7 +312,7 @@ async fn receive(
 
 /// Adds a part to its snapshot. Parts of abandoned snapshots are ignored.
 fn add_chunk(peer: &Peer, id: u32, remaining: u64, bytes: &Bytes) -> Result<(), LinkError> {
-    let mut fetches = lock(&peer.fetches);
+    let mut fetches = peer.fetches.lock();
     let Some(fetching) = fetches.get_mut(&id) else { return Ok(()) };
     let received = (fetching.bytes.len() + bytes.len()) as u64;
     let total = received.saturating_add(remaining);

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use bytes::{Buf as _, BufMut as _, Bytes};
 use pointsman::{ReplicaId, ReplicaLife, ReplicaTopic};
 
-use crate::replicas::bus::SnapshotRefusal;
+use crate::replicas::bus::REFUSALS;
 
 /// Version of the protocol. Replicas of different versions do not connect.
 pub(super) const VERSION: u16 = 1;
@@ -60,19 +60,11 @@ impl Hello {
     }
 
     /// `None` if the sender is no replica. Of another version only the version is meaningful.
-    pub(super) fn decode(mut body: &[u8]) -> Option<Self> {
-        let mut magic = [0; MAGIC.len()];
-        body.try_copy_to_slice(&mut magic).ok()?;
+    pub(super) fn decode(body: &[u8]) -> Option<Self> {
+        let mut body = body.strip_prefix(MAGIC)?;
         let version = body.try_get_u16_le().ok()?;
-        let mut hello = Self {
-            version,
-            is_keyed: false,
-            nonce: [0; NONCE_BYTES],
-            life: ReplicaLife { replica: ReplicaId(0), incarnation: 0 },
-        };
-        if magic != *MAGIC {
-            return None;
-        }
+        let life = ReplicaLife { replica: ReplicaId(0), incarnation: 0 };
+        let mut hello = Self { version, is_keyed: false, nonce: [0; NONCE_BYTES], life };
         if version == VERSION {
             hello.is_keyed = body.try_get_u8().ok()? == 1;
             body.try_copy_to_slice(&mut hello.nonce).ok()?;
@@ -102,7 +94,7 @@ pub(super) enum Frame {
     /// From the accepting side, in order. `remaining` bytes follow in later chunks.
     Chunk { id: u32, remaining: u64, bytes: Bytes },
     /// From the accepting side.
-    NoSnapshot { id: u32, refusal: SnapshotRefusal },
+    NoSnapshot { id: u32, refusal: &'static str },
 }
 
 /// A body that is no frame of this version.
@@ -148,10 +140,7 @@ impl Frame {
             Self::NoSnapshot { id, refusal } => {
                 body.put_u8(6);
                 body.put_u32_le(*id);
-                body.put_u8(match refusal {
-                    SnapshotRefusal::Absent => 0,
-                    SnapshotRefusal::TooLong => 1,
-                });
+                body.put_u8(if *refusal == REFUSALS[0] { 0 } else { 1 });
             }
         }
         Bytes::from(body)
@@ -175,13 +164,8 @@ impl Frame {
                 Self::Chunk { id, remaining, bytes: body.split_off(0) }
             }
             6 => {
-                let id = body.try_get_u32_le()?;
-                let refusal = match body.try_get_u8()? {
-                    0 => SnapshotRefusal::Absent,
-                    1 => SnapshotRefusal::TooLong,
-                    _ => return Err(Malformed),
-                };
-                Self::NoSnapshot { id, refusal }
+                let (id, code) = (body.try_get_u32_le()?, body.try_get_u8()?);
+                Self::NoSnapshot { id, refusal: REFUSALS.get(usize::from(code)).copied().ok_or(Malformed)? }
             }
             _ => return Err(Malformed),
         };
@@ -220,9 +204,7 @@ mod tests {
         let message = |topic| Frame::Message { topic: Some(topic), pool: Arc::clone(&pool), payload: payload.clone() };
         let mut frames = ReplicaTopic::ALL.map(message).to_vec();
         frames.extend([true, false].map(|is_serving| Frame::Status { is_serving }));
-        frames.extend(
-            [SnapshotRefusal::Absent, SnapshotRefusal::TooLong].map(|refusal| Frame::NoSnapshot { id: 8, refusal }),
-        );
+        frames.extend(REFUSALS.map(|refusal| Frame::NoSnapshot { id: 8, refusal }));
         frames.extend([
             Frame::Alive,
             Frame::SnapshotRequest { id: 7, pool: Arc::clone(&pool) },

@@ -17,16 +17,16 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 
 use bytes::Bytes;
+use parking_lot::Mutex;
 use pointsman::{ReplicaId, ReplicaLife, ReplicaMember, ReplicaTopic};
 use tokio::net::TcpListener;
 use tokio::sync::oneshot;
 use tokio::task::JoinSet;
 
-use super::bus::{Bus, Carrier, Hub, left, lock};
-use super::meters::RefusalReason;
+use super::bus::{Bus, Carrier, Hub, left};
 use super::tls::MutualTls;
 use crate::settings::Secret;
 pub(crate) use dial::Peers;
@@ -38,14 +38,6 @@ use seal::DeploymentKey;
 
 /// Maximum number of snapshots that are fetched from one replica at a time.
 const FETCHES_MAX: usize = 8;
-
-/// What a direct transport needs.
-pub(super) struct DirectOptions {
-    pub(super) life: ReplicaLife,
-    pub(super) peers: Peers,
-    pub(super) key: Option<Secret>,
-    pub(super) tls: Option<MutualTls>,
-}
 
 /// A running direct transport.
 pub(super) type DirectBus = Bus<Shared>;
@@ -89,8 +81,13 @@ struct Fetching {
 
 impl DirectBus {
     /// Starts to accept and to dial.
-    pub(super) fn start(listener: TcpListener, options: DirectOptions) -> Self {
-        let DirectOptions { life, peers, key, tls } = options;
+    pub(super) fn start(
+        listener: TcpListener,
+        life: ReplicaLife,
+        peers: Peers,
+        key: Option<Secret>,
+        tls: Option<MutualTls>,
+    ) -> Self {
         let shared = Arc::new(Shared {
             hub: Hub::new(life),
             key: key.as_ref().map(DeploymentKey::new),
@@ -115,7 +112,7 @@ impl Carrier for Shared {
             tracing::debug!(%pool, topic = topic.name(), bytes = payload.len(), "message for replicas is too long");
             return;
         }
-        let peers = lock(&self.peers);
+        let peers = self.peers.lock();
         if peers.is_empty() {
             return;
         }
@@ -125,14 +122,14 @@ impl Carrier for Shared {
     }
 
     async fn fetch(&self, from: ReplicaId, pool: &Arc<str>) -> Result<Bytes, String> {
-        let peer = lock(&self.peers).get(&from).cloned().ok_or("it is not connected")?;
+        let peer = self.peers.lock().get(&from).cloned().ok_or("it is not connected")?;
         if !is_pool_name(pool) {
             return Err("the name of the pool is too long".to_owned());
         }
         let (done, snapshot) = oneshot::channel();
         let id = peer.next_fetch.fetch_add(1, Ordering::Relaxed);
         {
-            let mut fetches = lock(&peer.fetches);
+            let mut fetches = peer.fetches.lock();
             fetches.retain(|_, fetching| !fetching.done.is_closed());
             if fetches.len() >= FETCHES_MAX {
                 return Err(format!("{FETCHES_MAX} snapshots are being fetched from it"));
@@ -149,7 +146,7 @@ impl Carrier for Shared {
 impl Shared {
     /// Registers the connection to a replica; `false` if its life has another connection.
     fn join(&self, peer: &Arc<Peer>) -> Result<bool, LinkError> {
-        let mut peers = lock(&self.peers);
+        let mut peers = self.peers.lock();
         let known = peers.get(&peer.life.replica).map(|known| known.life.incarnation.cmp(&peer.life.incarnation));
         match known {
             Some(std::cmp::Ordering::Greater) => return Err(LinkError::STALE),
@@ -163,7 +160,7 @@ impl Shared {
 
     /// Removes an ended connection.
     fn part(&self, peer: &Arc<Peer>) {
-        let mut peers = lock(&self.peers);
+        let mut peers = self.peers.lock();
         if peers.get(&peer.life.replica).is_some_and(|known| Arc::ptr_eq(known, peer)) {
             peers.remove(&peer.life.replica);
             self.publish_members(&peers);
@@ -171,7 +168,7 @@ impl Shared {
     }
 
     fn set_peer_serving(&self, peer: &Peer, is_serving: bool) {
-        let peers = lock(&self.peers);
+        let peers = self.peers.lock();
         if peer.is_serving.swap(is_serving, Ordering::Relaxed) != is_serving {
             self.publish_members(&peers);
         }
@@ -192,11 +189,5 @@ impl Shared {
             LinkError::Refused(reason, detail) => self.meters.refused(*reason, peer, detail),
             error => tracing::debug!(%peer, %error, "connection of replicas ended"),
         }
-    }
-
-    /// Reports another replica with the id of this one.
-    fn report_duplicate_id(&self, peer: &dyn fmt::Display) {
-        let detail = "another gateway has the same replicas.id, or it is an earlier life of this one";
-        self.meters.refused(RefusalReason::DuplicateId, peer, detail);
     }
 }

@@ -1,8 +1,8 @@
 //! Outgoing frames of one peer: a bounded queue that drops the oldest messages.
 
 use std::collections::VecDeque;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use parking_lot::Mutex;
 use tokio::sync::Notify;
 
 /// Maximum number of queued messages.
@@ -36,7 +36,7 @@ impl<T> Outbox<T> {
     pub(in crate::replicas) fn push(&self, message: T, bytes: usize) -> u64 {
         let mut dropped = 0;
         {
-            let mut queue = self.lock();
+            let mut queue = self.queue.lock();
             queue.message_bytes += bytes;
             queue.messages.push_back((message, bytes));
             while queue.messages.len() > MESSAGES_MAX || (queue.message_bytes > BYTES_MAX && queue.messages.len() > 1) {
@@ -51,13 +51,13 @@ impl<T> Outbox<T> {
 
     /// Adds a request.
     pub(in crate::replicas) fn push_request(&self, request: T) {
-        self.lock().requests.push_back(request);
+        self.queue.lock().requests.push_back(request);
         self.ready.notify_one();
     }
 
     /// The next frame, requests first.
     pub(in crate::replicas) fn try_next(&self) -> Option<T> {
-        let mut queue = self.lock();
+        let mut queue = self.queue.lock();
         if let Some(request) = queue.requests.pop_front() {
             return Some(request);
         }
@@ -74,11 +74,6 @@ impl<T> Outbox<T> {
             }
             self.ready.notified().await;
         }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Queue<T>> {
-        // Panics cannot occur between related changes.
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

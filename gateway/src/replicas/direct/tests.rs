@@ -13,7 +13,7 @@ use tokio::time::timeout;
 use super::frame::{Frame, Hello, NONCE_BYTES, VERSION};
 use super::link::{FrameWriter, Link, LinkError, shake_hands};
 use super::seal::{DeploymentKey, Side};
-use super::{DirectBus, DirectOptions, Peers};
+use super::{DirectBus, Peers};
 use crate::replicas::meters::{RefusalReason, ReplicaMeters};
 use crate::settings::Secret;
 
@@ -39,8 +39,7 @@ impl Scene {
     async fn new() -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
         let address = listener.local_addr().expect("a bound socket");
-        let options = DirectOptions { life: life(1, 1), peers: Peers::List(Vec::new()), key: Some(key()), tls: None };
-        let bus = DirectBus::start(listener, options);
+        let bus = DirectBus::start(listener, life(1, 1), Peers::List(Vec::new()), Some(key()), None);
         let messages = bus.subscribe();
         Self { bus, address, messages, meters: ReplicaMeters::new() }
     }

@@ -13,7 +13,7 @@ use futures_util::StreamExt as _;
 use pointsman::{Backoff, ReplicaId, ReplicaMember};
 use tokio::time::{Instant, interval, sleep, timeout};
 
-use super::{NatsMember, NatsState, left, lock};
+use super::{NatsMember, NatsState, left};
 use crate::observe::clock::unix_ms;
 use crate::replicas::meters::{PeerState, RefusalReason};
 
@@ -122,7 +122,7 @@ impl NatsState {
 
     /// Whether the replica is a member.
     pub(super) fn is_member(&self, replica: ReplicaId) -> bool {
-        lock(&self.known).contains_key(&replica)
+        self.known.lock().contains_key(&replica)
     }
 
     /// Applies the entry of another replica. Deletions by the server or by operators have no authentic author: entries
@@ -148,7 +148,7 @@ impl NatsState {
             [state @ (JOINED | SERVING | LEFT)] if entry.key == life.replica.to_string() => state,
             _ => return refused(RefusalReason::Malformed, "unknown state of a replica"),
         };
-        let mut known = lock(&self.known);
+        let mut known = self.known.lock();
         let before = known.get(&life.replica);
         let age = before.map(|before| (before.life.incarnation, before.sequence));
         match age.map(|age| age.cmp(&(life.incarnation, envelope.sequence))) {
@@ -175,7 +175,7 @@ impl NatsState {
 
     /// Removes members without a recent entry.
     fn expire(&self) {
-        let mut known = lock(&self.known);
+        let mut known = self.known.lock();
         known.retain(|replica, member| {
             let is_kept = member.seen.elapsed() < EXPIRY;
             if !is_kept {

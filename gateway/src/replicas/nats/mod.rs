@@ -12,19 +12,20 @@ mod subject;
 use std::collections::BTreeMap;
 use std::ops::Deref;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use async_nats::connection::State;
 use async_nats::{Client, ConnectOptions, Subscriber};
 use bytes::Bytes;
 use futures_util::StreamExt as _;
+use parking_lot::Mutex;
 use pointsman::{Backoff, BoxFuture, BusError, ReplicaId, ReplicaLife, ReplicaMessage, ReplicaTopic, SnapshotStore};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
 
 use self::envelope::{OVERHEAD_BYTES, Sealer, Sequences};
-use super::bus::{Bus, Carrier, Hub, left, lock};
+use super::bus::{Bus, Carrier, Hub, left};
 use super::direct::{MESSAGE_BYTES_MAX, Outbox, is_pool_name};
 use super::meters::RefusalReason;
 use crate::observe::clock::unix_ms;
@@ -35,16 +36,6 @@ const PING_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Messages that a subscription may be behind before the client drops the newest.
 const SUBSCRIPTION_MESSAGES_MAX: usize = 4_096;
-
-/// What a transport by NATS needs.
-pub(in crate::replicas) struct NatsOptions {
-    pub(in crate::replicas) life: ReplicaLife,
-    /// `nats://HOST:PORT` or `tls://HOST:PORT`.
-    pub(in crate::replicas) url: String,
-    pub(in crate::replicas) key: Option<Secret>,
-    /// Certificate chain, key and authority for the connection to the server.
-    pub(in crate::replicas) tls: Option<[PathBuf; 3]>,
-}
 
 /// A running transport by NATS.
 pub(in crate::replicas) type NatsBus = Bus<NatsState>;
@@ -79,11 +70,17 @@ impl Deref for NatsState {
 }
 
 impl NatsBus {
-    /// Starts to connect in the background. The address must be valid.
-    pub(in crate::replicas) fn start(options: NatsOptions) -> Self {
+    /// Starts to connect in the background to `nats://HOST:PORT` or `tls://HOST:PORT`, which must be valid. `tls` has
+    /// certificate chain, key and authority for the connection to the server.
+    pub(in crate::replicas) fn start(
+        life: ReplicaLife,
+        url: String,
+        key: Option<Secret>,
+        tls: Option<[PathBuf; 3]>,
+    ) -> Self {
         let shared = Arc::new(NatsState {
-            hub: Hub::new(options.life),
-            sealer: Sealer::new(options.life, options.key.as_ref()),
+            hub: Hub::new(life),
+            sealer: Sealer::new(life, key.as_ref()),
             known: Mutex::default(),
             sequences: Mutex::default(),
             outbox: Outbox::default(),
@@ -91,7 +88,7 @@ impl NatsBus {
             client: OnceLock::new(),
         });
         let mut tasks = JoinSet::new();
-        tasks.spawn(run(Arc::clone(&shared), options.url, options.tls));
+        tasks.spawn(run(Arc::clone(&shared), url, tls));
         Self::new(shared, tasks)
     }
 }
@@ -204,7 +201,7 @@ impl NatsState {
                     let detail = "another gateway or life has the same replicas.id";
                     return Err((RefusalReason::DuplicateId, detail));
                 }
-                lock(&self.sequences).accept(subject, &envelope)?;
+                self.sequences.lock().accept(subject, &envelope)?;
             }
             Ok(envelope)
         });

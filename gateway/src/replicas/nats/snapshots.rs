@@ -22,7 +22,7 @@ use tokio::time::error::Elapsed;
 use tokio::time::timeout;
 
 use super::envelope::OVERHEAD_BYTES;
-use super::{NatsState, lock, subject};
+use super::{NatsState, subject};
 use crate::observe::clock::unix_ms;
 use crate::replicas::bus::{FETCH_TIMEOUT, SNAPSHOT_BYTES_MAX};
 
@@ -161,7 +161,7 @@ async fn reply(shared: &NatsState, client: &Client, request: Message) {
 
 /// The content of a reply. Uploads a long snapshot.
 async fn prepare(shared: &NatsState, client: &Client, pool: &str) -> Result<Vec<u8>, String> {
-    let (_permit, snapshot) = shared.snapshot(pool).await.map_err(|refusal| refusal.reason().to_owned())?;
+    let (_permit, snapshot) = shared.snapshot(pool).await?;
     if snapshot.len() <= INLINE_BYTES_MAX {
         return Ok([&[INLINE], &snapshot[..]].concat());
     }
@@ -169,7 +169,7 @@ async fn prepare(shared: &NatsState, client: &Client, pool: &str) -> Result<Vec<
     let name = format!("{}/{}/{}-{}", subject::encode(pool), shared.life.replica, shared.life.incarnation, unix_ms());
     let failed = |error: &dyn std::fmt::Display| format!("the snapshot cannot be stored: {error}");
     store.put(name.as_str(), &mut &snapshot[..]).await.map_err(|error| failed(&error))?;
-    let former = lock(&shared.objects).insert(pool.to_owned(), name.clone()).filter(|former| *former != name);
+    let former = shared.objects.lock().insert(pool.to_owned(), name.clone()).filter(|former| *former != name);
     if let Some(former) = former
         && let Err(error) = store.delete(&former).await
     {
