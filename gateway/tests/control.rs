@@ -1,7 +1,7 @@
 //! Control of all engines of a model: actions, their results, and their effect on requests and on the index.
 
 use pointsman::protocol::{LoadSource, WorkerConfig, WorkerId};
-use pointsman::{NamedWorker, Prompt, RouteRequest, config::EventMode};
+use pointsman::{NamedWorker, Prompt, RouteRequest, SessionId, config::EventMode};
 use pointsman_gateway::settings::Settings;
 use pointsman_trial::mock::{MockConfig, MockEngine};
 use serde_json::{Value, json};
@@ -145,6 +145,12 @@ async fn requests_of_paused_engines_wait_or_are_refused() {
         assert_eq!(call(&client, "wake", body).await.status, 200);
         assert_eq!(client.send_as_client("/v1/completions", &completion).await.status, status);
     }
+    // No request has a session of the gateway itself.
+    let own = SessionId::new("\u{1}gate").expect("short");
+    let state = client.router().session_rank(&own).await;
+    let named = json!({ "model": "mock", "prompt": [1, 2], "session_id": &*own }).to_string();
+    assert_eq!(client.send_as_client("/v1/completions", &named).await.status, 200);
+    assert!(state.is_some() && client.router().session_rank(&own).await == state);
     // A failed update leaves no pause.
     assert_eq!(call(&client, "update_weights", json!({ "query": "fail" })).await.status, 502);
     assert_eq!(client.send_as_client("/v1/completions", &completion).await.status, 200);

@@ -11,6 +11,8 @@ use serde::Deserialize;
 use tokio::sync::{Mutex, watch};
 use tokio::time::timeout;
 
+use crate::formats::openai::RESERVED;
+
 /// Handling of requests at a closed gate.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -102,7 +104,7 @@ impl Gate {
 
 /// The session of the state.
 fn session() -> SessionId {
-    SessionId::new("\u{1}gate").expect("not empty")
+    SessionId::new(&format!("{RESERVED}gate")).expect("not empty")
 }
 
 #[cfg(test)]

@@ -23,8 +23,8 @@ use crate::admission::retry_budget::RetryBudget;
 use crate::admission::tenants::Tenant;
 use crate::formats::anthropic::{Conversion, Known, Purpose, converted};
 use crate::formats::openai::{
-    AnsweredModel, ApiError, BodyForm, ChatStyle, ClientPrompt, Edits, Endpoint, RequestBody, Session, hashed,
-    request_options,
+    AnsweredModel, ApiError, BodyForm, ChatStyle, ClientPrompt, Edits, Endpoint, RESERVED, RequestBody, Session,
+    hashed, request_options,
 };
 use crate::pools::model::Model;
 use crate::pools::readiness::causes::placement_error;
@@ -152,7 +152,8 @@ impl RoutableRequest {
         account.is_for(&model.meters);
         let kind = kind_of(account, endpoint, parsed.stream);
         let mut options = options_of(context, account, &model.settings.name, (headers, &parsed, tenant))?;
-        options.constraints.pin = owner.as_ref().map(|(_, worker)| pin_to(*worker));
+        options.constraints.pin =
+            owner.as_ref().map(|(_, worker)| Pin { worker: *worker, rank: None, mode: PinMode::Hard });
         hold(context, account, model, endpoint, &mut options).await?;
         let tenant_salt = tenant.map(|tenant| tenant.salt(parsed.cache_salt.as_deref()));
 
@@ -315,10 +316,6 @@ fn style_of(model: &Model) -> (ChatStyle, Option<Engine>) {
 /// The worker that stores a response, and its model.
 type Owner = (Arc<Model>, WorkerId);
 
-fn pin_to(worker: WorkerId) -> Pin {
-    Pin { worker, rank: None, mode: PinMode::Hard }
-}
-
 /// The owner of the stored response that a request addresses or continues.
 ///
 /// # Errors
@@ -406,7 +403,8 @@ fn session_of(
     explicit: Option<Arc<str>>,
 ) -> Option<Arc<str>> {
     let of_tenant = |name: &str| tenant.map_or_else(|| Arc::from(name), |tenant| Arc::from(tenant.session(name)));
-    let of_body = || parsed.session_id.as_deref().map(|id| Session::explicit(headers, id));
+    let given = parsed.session_id.as_deref().filter(|id| !id.starts_with(RESERVED));
+    let of_body = || given.map(|id| Session::explicit(headers, id));
     let session = match &explicit {
         Some(id) => Some(Session::explicit(headers, id)),
         None => Session::of_headers(headers, &context.settings.gateway.session_headers).or_else(of_body),

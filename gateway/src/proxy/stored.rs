@@ -12,7 +12,7 @@ use pointsman::protocol::{WorkerId, WorkerRank};
 use pointsman::{EngineClient as _, EngineGet, EngineHttpError, SessionId, WorkerEntry};
 use serde::Deserialize;
 
-use crate::formats::openai::{ApiError, Endpoint, hashed};
+use crate::formats::openai::{ApiError, Endpoint, RESERVED, hashed};
 use crate::pools::model::Model;
 use crate::pools::models::Models;
 
@@ -28,10 +28,10 @@ const QUERY_BYTES_MAX: usize = 64 << 10;
 /// Longest id.
 const ID_BYTES_MAX: usize = 256;
 
-/// The session of a response. Ids of clients have no control characters.
+/// The session of a response.
 fn session_of(tenant: Option<&str>, id: &str) -> SessionId {
     let digest = hashed(&[tenant.unwrap_or_default(), "\n", id].concat());
-    SessionId::new(&["\u{1}response ", &digest].concat()).expect("of 42 bytes")
+    SessionId::new(&format!("{RESERVED}response {digest}")).expect("of 42 bytes")
 }
 
 /// Records the rank of a response from its first bytes, if they have its id.

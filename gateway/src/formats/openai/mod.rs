@@ -29,7 +29,7 @@ pub(crate) use fields::{checked_text, is_deeper_than};
 pub(crate) use headers::{API_KEY, stripped_headers};
 pub use headers::{Authorization, ToWorker, request_id, request_options, to_client, to_worker};
 pub use session::Session;
-pub(crate) use session::hashed;
+pub(crate) use session::{RESERVED, hashed};
 pub use work::{FurtherPrompts, FurtherWork};
 
 #[cfg(test)]

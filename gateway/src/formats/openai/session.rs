@@ -118,6 +118,9 @@ impl<'a> Session<'a> {
     }
 }
 
+/// First character of the gateway's own sessions, of which no client has one.
+pub(crate) const RESERVED: char = '\u{1}';
+
 /// Digest of a name for logs and ids: 32 hexadecimal digits.
 pub(crate) fn hashed(name: &str) -> String {
     digest(&SHA256, name.as_bytes()).as_ref()[..16].iter().map(|byte| format!("{byte:02x}")).collect()
