@@ -13,6 +13,9 @@ use super::serving::Pools;
 /// Check interval of new workers for unreadable KV events.
 const UNREAD_CHECK_INTERVAL: Duration = Duration::from_secs(10);
 
+/// Beginning of the log lines.
+const NO_ENDPOINT: &str = "worker has no KV event endpoint (kv_events)";
+
 /// Logs each worker with unreadable KV events once, after a delay for discovery: usually an engine that does not report
 /// its event endpoint.
 pub(crate) async fn warn_of_unread_events(latest: Latest<Pools>) {
@@ -33,19 +36,10 @@ pub(crate) async fn warn_of_unread_events(latest: Latest<Pools>) {
         }
         for (model, endpoint, is_predicted) in unread.difference(&logged) {
             if *is_predicted {
-                tracing::info!(
-                    model,
-                    endpoint,
-                    "worker has no KV event endpoint: its cache is predicted from routing decisions (events.mode = \
-                     \"auto\")"
-                );
+                tracing::info!(model, endpoint, "{NO_ENDPOINT}: its cache is predicted from routing decisions");
             } else {
-                tracing::warn!(
-                    model,
-                    endpoint,
-                    "worker has no KV event endpoint: it is routed by load and sessions only; set kv_events of the worker to the \
-                     endpoint of its engine, or events.mode = \"auto\""
-                );
+                let choice = "events.mode = \"auto\" predicts its cache";
+                tracing::warn!(model, endpoint, "{NO_ENDPOINT}: it is routed by load and sessions only; {choice}");
             }
         }
         logged = unread;

@@ -4,17 +4,34 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bytes::Bytes;
-use pointsman::Snapshot;
+use pointsman::{BusError, Snapshot};
+use tokio::time::timeout;
 
-use super::SnapshotOrigin;
+use super::count_restore;
 use crate::pools::model::Model;
 use crate::pools::serving::Pools;
 
 /// Longest time of one fetch.
-pub(super) const FETCH_MAX: Duration = Duration::from_secs(10);
+const FETCH_MAX: Duration = Duration::from_secs(10);
+
+/// The result of a fetch within its time. A failure is logged and counted.
+pub(super) async fn fetched<T>(
+    model: &Model,
+    source: &'static str,
+    fetch: impl Future<Output = Result<T, BusError>>,
+) -> Option<T> {
+    let error = match timeout(FETCH_MAX, fetch).await {
+        Ok(Ok(fetched)) => return Some(fetched),
+        Ok(Err(error)) => error.to_string(),
+        Err(_) => format!("timeout after {FETCH_MAX:?}"),
+    };
+    tracing::warn!(model = model.settings.name, source, error, "index snapshot could not be fetched");
+    count_restore(&model.settings.name, source, "failed");
+    None
+}
 
 /// Restores the contents of an encoded snapshot. Returns whether it was usable.
-pub(super) async fn apply(model: &Model, bytes: Bytes, origin: SnapshotOrigin, from: &str) -> bool {
+pub(super) async fn apply(model: &Model, bytes: Bytes, source: &'static str, from: &str) -> bool {
     let name = model.settings.name.as_str();
     let decoded = tokio::task::spawn_blocking(move || Snapshot::decode(&bytes)).await;
     let Ok(decoded) = decoded else { return false };
@@ -25,12 +42,12 @@ pub(super) async fn apply(model: &Model, bytes: Bytes, origin: SnapshotOrigin, f
     match restored {
         Ok((ranks, blocks)) => {
             tracing::info!(model = name, from, ranks, blocks, "index snapshot restored");
-            origin.count(name, "restored");
+            count_restore(name, source, "restored");
             true
         }
         Err(error) => {
             tracing::warn!(model = name, from, %error, "index snapshot ignored");
-            origin.count(name, error.name());
+            count_restore(name, source, error.name());
             false
         }
     }

@@ -37,26 +37,9 @@ metric_table! {
     BYTES: gauge "pointsman_gateway_snapshot_bytes" ["model"] = "Length of the last written index snapshot file.";
 }
 
-/// Source of a snapshot.
-#[derive(Clone, Copy)]
-enum SnapshotOrigin {
-    File,
-    Replica,
-    Store,
-}
-
-impl SnapshotOrigin {
-    fn name(self) -> &'static str {
-        match self {
-            Self::File => "file",
-            Self::Replica => "replica",
-            Self::Store => "store",
-        }
-    }
-
-    fn count(self, model: &str, result: &'static str) {
-        counter!(RESTORES.name, "model" => model.to_owned(), "source" => self.name(), "result" => result).increment(1);
-    }
+/// Counts a restoration by the source of the snapshot: `file`, `replica` or `store`.
+fn count_restore(model: &str, source: &'static str, result: &'static str) {
+    counter!(RESTORES.name, "model" => model.to_owned(), "source" => source, "result" => result).increment(1);
 }
 
 /// Progress of the warm start of one model.
@@ -98,23 +81,23 @@ pub(crate) async fn read_file(settings: &ModelSettings, directory: Option<&Path>
         return None;
     }
     let (model, pool) = (settings.name.as_str(), router.clone());
-    let (shown, origin) = (path.display().to_string(), SnapshotOrigin::File);
+    let (shown, count) = (path.display().to_string(), |result| count_restore(model, "file", result));
     let read = tokio::task::spawn_blocking(move || file::read(&path, &pool)).await;
     match read.unwrap_or_else(|panic| Err(file::ReadError::Lost(panic.to_string()))) {
         Ok(Some(snapshot)) => {
             let (ranks, blocks, created_ms) = (snapshot.ranks.len(), snapshot.block_count(), snapshot.created_ms);
             tracing::info!(model, path = shown, ranks, blocks, created_ms, "index snapshot loaded");
-            origin.count(model, "restored");
+            count("restored");
             Some(snapshot)
         }
         Ok(None) => {
             tracing::info!(model, path = shown, "no index snapshot: the index starts empty");
-            origin.count(model, "absent");
+            count("absent");
             None
         }
         Err(error) => {
             tracing::warn!(model, path = shown, %error, "index snapshot ignored");
-            origin.count(model, error.name());
+            count(error.name());
             None
         }
     }

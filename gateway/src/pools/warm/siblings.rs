@@ -11,8 +11,8 @@ use bytes::Bytes;
 use pointsman::{BoxFuture, ReplicaBus, ReplicaMember, SnapshotSource};
 use tokio::time::{sleep, timeout};
 
-use super::SnapshotOrigin;
-use super::contents::{FETCH_MAX, apply, has_snapshots, is_warm};
+use super::contents::{apply, fetched, has_snapshots, is_warm};
+use super::count_restore;
 use super::store::restore_stored;
 use crate::pools::latest::Latest;
 use crate::pools::model::Model;
@@ -62,7 +62,7 @@ async fn restore_all(pools: &Pools, bus: &dyn ReplicaBus) {
     for model in models {
         let is_restored = restore(model, &serving, bus).await;
         if !is_restored && serving.is_empty() {
-            SnapshotOrigin::Replica.count(&model.settings.name, "absent");
+            count_restore(&model.settings.name, "replica", "absent");
         }
         if !is_restored && let Some(store) = bus.store() {
             model.warm_start.set_fetching(Some("the stored snapshot is being read".to_owned()));
@@ -84,25 +84,13 @@ async fn serving_members(bus: &dyn ReplicaBus) -> Vec<ReplicaMember> {
 
 /// Restores the snapshot of the first member that provides a usable one.
 async fn restore(model: &Model, serving: &[ReplicaMember], bus: &dyn ReplicaBus) -> bool {
-    let (name, pool, origin) =
-        (model.settings.name.as_str(), Arc::<str>::from(&*model.router.config().pool), SnapshotOrigin::Replica);
+    let pool = Arc::<str>::from(&*model.router.config().pool);
     for member in serving {
         let from = member.life.replica;
         model.warm_start.set_fetching(Some(format!("a snapshot is being fetched from replica {from}")));
-        let bytes = match timeout(FETCH_MAX, bus.fetch(from, Arc::clone(&pool))).await {
-            Ok(Ok(bytes)) => bytes,
-            Ok(Err(error)) => {
-                tracing::warn!(model = name, %error, "index snapshot could not be fetched");
-                origin.count(name, "failed");
-                continue;
-            }
-            Err(_) => {
-                tracing::warn!(model = name, %from, after = ?FETCH_MAX, "index snapshot could not be fetched: timeout");
-                origin.count(name, "failed");
-                continue;
-            }
-        };
-        if apply(model, bytes, origin, &from.to_string()).await {
+        if let Some(bytes) = fetched(model, "replica", bus.fetch(from, Arc::clone(&pool))).await
+            && apply(model, bytes, "replica", &from.to_string()).await
+        {
             return true;
         }
     }

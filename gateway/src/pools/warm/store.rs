@@ -10,9 +10,9 @@ use metrics::counter;
 use pointsman::{ReplicaBus, SnapshotStore};
 use tokio::time::{sleep, timeout};
 
-use super::contents::{FETCH_MAX, apply, has_snapshots, is_warm};
+use super::contents::{apply, fetched, has_snapshots, is_warm};
 use super::writer::LAST_WRITE_MAX;
-use super::{STORES, SnapshotOrigin};
+use super::{STORES, count_restore};
 use crate::pools::latest::Latest;
 use crate::pools::model::Model;
 use crate::pools::readiness;
@@ -76,20 +76,12 @@ async fn store_all(pools: &Pools, store: &dyn SnapshotStore) {
 
 /// Restores the stored snapshot of a model, if there is a usable one.
 pub(super) async fn restore_stored(model: &Model, store: &dyn SnapshotStore) {
-    let (name, origin) = (model.settings.name.as_str(), SnapshotOrigin::Store);
-    match timeout(FETCH_MAX, store.get(Arc::from(&*model.router.config().pool))).await {
-        Ok(Ok(Some(bytes))) => drop(apply(model, bytes, origin, "store").await),
-        Ok(Ok(None)) => {
-            tracing::info!(model = name, "no index snapshot is stored");
-            origin.count(name, "absent");
+    match fetched(model, "store", store.get(Arc::from(&*model.router.config().pool))).await {
+        Some(Some(bytes)) => drop(apply(model, bytes, "store", "store").await),
+        Some(None) => {
+            tracing::info!(model = model.settings.name, "no index snapshot is stored");
+            count_restore(&model.settings.name, "store", "absent");
         }
-        Ok(Err(error)) => {
-            tracing::warn!(model = name, %error, "stored index snapshot could not be read");
-            origin.count(name, "failed");
-        }
-        Err(_) => {
-            tracing::warn!(model = name, after = ?FETCH_MAX, "stored index snapshot could not be read: timeout");
-            origin.count(name, "failed");
-        }
+        None => {}
     }
 }
