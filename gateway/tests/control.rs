@@ -146,7 +146,7 @@ async fn requests_of_paused_engines_wait_or_are_refused() {
         assert_eq!(client.send_as_client("/v1/completions", &completion).await.status, status);
     }
     // No request has a session of the gateway itself.
-    let own = SessionId::new("\u{1}gate").expect("short");
+    let own = SessionId::new("\u{1}gate 1").expect("short");
     let state = client.router().session_rank(&own).await;
     let named = json!({ "model": "mock", "prompt": [1, 2], "session_id": &*own }).to_string();
     assert_eq!(client.send_as_client("/v1/completions", &named).await.status, 200);

@@ -1,7 +1,7 @@
 //! Gate of a model's requests, closed while its engines pause, sleep or take new weights.
 //!
-//! Its state is the rank of a session that no client can name, so replicas share it as they share sessions, and a restarted
-//! one receives it.
+//! The state of each reason is the rank of a session that no client can name, so replicas share it as they share sessions,
+//! and a restarted one receives it.
 
 use std::time::Duration;
 
@@ -32,7 +32,7 @@ pub(crate) enum Reason {
     Weights,
 }
 
-/// Two bits for each reason, 0 if it is absent.
+/// Two bits for each reason, 0 if it is absent, else the handling of requests plus 1.
 type State = u32;
 
 /// The bits of [`OnPause::Refuse`] of all reasons.
@@ -54,40 +54,34 @@ impl Gate {
     /// Closes the gate for a reason, or removes the reason.
     pub(crate) async fn set(&self, reason: Reason, requests: Option<OnPause>) {
         let _change = self.change.lock().await;
-        let at = 2 * reason as u32;
-        let bits = match requests {
-            None => 0,
-            Some(OnPause::Hold) => 0b01,
-            Some(OnPause::Refuse) => 0b10,
-        };
-        let state = self.shared().await & !(0b11 << at) | bits << at;
-        self.share(state);
-        self.state.send_replace(state);
+        self.share(reason, requests.map_or(0, |requests| requests as State + 1));
+        self.read().await;
     }
 
-    /// Applies a change by another replica. A state that the router has lost is shared again.
+    /// Applies changes by other replicas.
     pub(super) async fn follow(&self) {
         let _change = self.change.lock().await;
-        let state = self.shared().await;
+        self.read().await;
+    }
+
+    /// Reads the shared state. What the router has lost is shared again.
+    async fn read(&self) {
+        let (own, mut state) = (*self.state.borrow(), 0);
+        for reason in [Reason::Sleep, Reason::Pause, Reason::Weights] {
+            let at = 2 * reason as u32;
+            let own = own >> at & 0b11;
+            let shared = self.router.session_rank(&session(reason)).await;
+            if shared.is_none() && own != 0 {
+                self.share(reason, own);
+            }
+            state |= shared.map_or(own, |rank| rank.rank & 0b11) << at;
+        }
         self.state.send_if_modified(|known| std::mem::replace(known, state) != state);
     }
 
-    async fn shared(&self) -> State {
-        match self.router.session_rank(&session()).await {
-            Some(WorkerRank { rank: state, .. }) => state,
-            None => {
-                let own = *self.state.borrow();
-                if own != 0 {
-                    self.share(own);
-                }
-                own
-            }
-        }
-    }
-
-    fn share(&self, state: State) {
+    fn share(&self, reason: Reason, state: State) {
         // No worker has this id, so no removal ends the session.
-        self.router.bind_session(&session(), WorkerRank::new(WorkerId(u64::MAX), state));
+        self.router.bind_session(&session(reason), WorkerRank::new(WorkerId(u64::MAX), state));
     }
 
     /// Waits until the gate is open, at most `within`, and not at all if a reason refuses requests. Returns whether it is
@@ -102,9 +96,9 @@ impl Gate {
     }
 }
 
-/// The session of the state.
-fn session() -> SessionId {
-    SessionId::new(&format!("{RESERVED}gate")).expect("not empty")
+/// The session of a reason.
+fn session(reason: Reason) -> SessionId {
+    SessionId::new(&format!("{RESERVED}gate {}", reason as u32)).expect("short")
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use super::settings::{address, loaded};
 use crate::common::admin::{TOKEN, file};
-use crate::common::proxy::{Answer, Scripted, answer, eventually, gateway, request, send, settings, until, worker};
+use crate::common::proxy::{Answer, Scripted, answer, eventually, gateway, request, settings, until, worker};
 use crate::limits::{authorization, limited};
 use crate::stored_responses::{id_of, storing};
 
@@ -51,8 +51,8 @@ async fn the_worker_of_a_stored_response_is_known_to_all_gateways() {
     }
     let two = start(&engines, tenant, address(2, 1), address(2, 0)).await;
     for id in &mut last {
-        eventually("the response is known", async || read(&two, id, tenant).await == 200).await;
-        let next = respond(&two, id).await;
+        eventually("the response is known", async || read(&two, id.as_str(), tenant).await == 200).await;
+        let next = respond(&two, id.as_str()).await;
         assert_eq!(next.status, 200, "{next:?}");
         *id = id_of(next.text());
     }
@@ -60,8 +60,8 @@ async fn the_worker_of_a_stored_response_is_known_to_all_gateways() {
     // A new process knows those of the time before it, too.
     let one = start(&engines, tenant, address(2, 0), address(2, 1)).await;
     for id in &last {
-        eventually("the response is known again", async || read(&one, id, tenant).await == 200).await;
-        assert_eq!(respond(&one, id).await.status, 200);
+        eventually("the response is known again", async || read(&one, id.as_str(), tenant).await == 200).await;
+        assert_eq!(respond(&one, id.as_str()).await.status, 200);
     }
     assert_eq!(read(&one, "resp_none", tenant).await, 404);
     let posted = |head: &str| head.starts_with("POST /v1/responses HTTP");
@@ -71,7 +71,8 @@ async fn the_worker_of_a_stored_response_is_known_to_all_gateways() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_pause_holds_at_all_gateways() {
-    let engine = Scripted::with(Vec::new(), |_, _| answer("200 OK", "{\"success\":true,\"choices\":[]}")).await;
+    let engine =
+        Scripted::with(Vec::new(), |_, _| answer("200 OK", "{\"success\":true,\"choices\":[{\"text\":\"a\"}]}")).await;
     let engines = [engine];
     let tenant = "pausing";
     let control = async |gateway: &Gateway, action: &str, body: Value| {
@@ -92,12 +93,12 @@ async fn a_pause_holds_at_all_gateways() {
     shutdown(one).await;
     let one = start(&engines, tenant, address(3, 0), address(3, 1)).await;
     eventually("a new process refuses", async || complete(&one).await == 503).await;
-    // Either gateway ends the pause.
-    assert_eq!(control(&one, "pause", json!({})).await, 200);
+    // A reason ends at either gateway, and leaves the other one.
+    assert_eq!(control(&one, "pause", json!({ "requests": "refuse" })).await, 200);
     assert_eq!(control(&two, "wake", json!({})).await, 200);
-    assert_eq!(complete(&two).await, 503, "wake");
-    let waiting = send(two.address(), "POST", "/v1/completions", &authorization(tenant), body).await;
-    assert_eq!(control(&one, "resume", json!({})).await, 200);
-    assert_eq!(crate::common::proxy::receive(waiting).await.expect("a response").status, 200);
-    assert_eq!(complete(&one).await, 200);
+    assert_eq!(complete(&one).await, 503);
+    eventually("the other gateway knows the pause", async || complete(&two).await == 503).await;
+    assert_eq!(control(&two, "resume", json!({})).await, 200);
+    assert_eq!(complete(&two).await, 200);
+    eventually("the first gateway serves", async || complete(&one).await == 200).await;
 }
