@@ -117,9 +117,9 @@ class Process:
         sys.exit(f"{self.log}: {path} did not answer 200 within {seconds} s")
 
 
-def start_engine(directory, n, is_resettable=False, kv_role=None, adapters={}):
-    """Starts a vLLM engine with these adapters. If resettable, POST /reset_prefix_cache clears its cache. With a role (`kv_producer` or
-    `kv_consumer`) it transfers blocks by NIXL. Offloading to host memory needs a GPU."""
+def start_engine(directory, n, is_resettable=False, kv_role=None, adapters={}, flags={}, switches=()):
+    """Starts a vLLM engine with these adapters, and these flags and switches beside its own. If resettable, POST /reset_prefix_cache
+    clears its cache. With a role (`kv_producer` or `kv_consumer`) it transfers blocks by NIXL. Offloading to host memory needs a GPU."""
     http_port, published, endpoints = ports()
     environment = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -142,19 +142,19 @@ def start_engine(directory, n, is_resettable=False, kv_role=None, adapters={}):
         "--max-model-len": 4096,
         "--max-num-seqs": 16,
         "--kv-events-config": json.dumps({"enable_kv_cache_events": True} | published),
-    }
+    } | flags
     if kv_role:
         transfer = {"kv_connector": "NixlConnector", "kv_role": kv_role, "kv_buffer_device": "cpu"}
         flags["--kv-transfer-config"] = json.dumps(transfer)
     named = [f"{name}={path}" for name, path in adapters.items()]
     lora = ["--enable-lora", "--max-loras", str(len(named)), "--max-lora-rank", "8", "--lora-modules", *named] if named else []
-    switches = [*lora, "--enforce-eager", "--enable-prefix-caching", "--enable-prompt-tokens-details"]
+    switches = [*switches, *lora, "--enforce-eager", "--enable-prefix-caching", "--enable-prompt-tokens-details"]
     arguments = ["vllm.entrypoints.openai.api_server", *words(flags), *switches]
     return started(arguments, directory / f"vllm-{n}.log", environment), http_port, endpoints
 
 
 def start_sglang(directory, n):
-    """Starts an SGLang engine with as many blocks as one of vLLM."""
+    """Starts an SGLang engine with as many blocks as one of vLLM. Adapters need a GPU."""
     http_port, published, endpoints = ports()
     flags = {
         "--model-path": directory / "model",
@@ -203,7 +203,7 @@ def workers(engines):
     return lines
 
 
-def start_gateway(binary, directory, engines, policy=None, prefill_engines=(), audit_interval_ms=60_000):
+def start_gateway(binary, directory, engines, policy=None, prefill_engines=(), audit_interval_ms=60_000, lines_of_model=()):
     listen, admin = free_port(), free_port()
     access, token = directory / "access.log", directory / "admin.token"
     access.unlink(missing_ok=True)
@@ -222,6 +222,7 @@ def start_gateway(binary, directory, engines, policy=None, prefill_engines=(), a
         f"events.audit_interval_ms = {audit_interval_ms}",
         "[[models]]",
         f'name = "{MODEL}"',
+        *lines_of_model,
     ]
     lines += workers(engines)
     if prefill_engines:
