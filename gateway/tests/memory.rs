@@ -3,10 +3,16 @@
 //! The process ends with the test. Every wait has a generous limit.
 #![cfg(target_os = "linux")]
 
+use std::convert::Infallible;
 use std::fs;
 use std::net::SocketAddr;
 use std::time::Duration;
 
+use axum::body::Bytes;
+use http_body_util::StreamBody;
+use hyper::Request;
+use hyper::body::Frame;
+use hyper_util::rt::{TokioExecutor, TokioIo};
 use pointsman_trial::mock::{MockConfig, MockEngine};
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;
@@ -36,7 +42,7 @@ impl Measured {
     async fn start(engine: &MockEngine) -> Self {
         let mut command = serve();
         command.args(["--listen", "127.0.0.1:0", "--model", "mock", "--worker", &engine.url()]);
-        command.args(["--set", &format!("gateway.body_budget_bytes={BUDGET_BYTES}")]);
+        command.args(["--set", &format!("gateway.request_budget_bytes={BUDGET_BYTES}")]);
         Self(Process::start(command).await)
     }
 
@@ -107,7 +113,7 @@ async fn unfinished_bodies_stay_within_the_budget_and_are_freed() {
         drop(clients);
     }
     assert!(peak <= idle + BUDGET_BYTES + CONNECTIONS_BYTES, "{} MiB, idle {}", peak / MIB, idle / MIB);
-    assert!(process.metric("pointsman_gateway_bodies_rejected_total").await > 0.0);
+    assert!(process.metric("pointsman_gateway_requests_refused_total").await > 0.0);
     let given_back = async {
         while process.resident_bytes() > idle * 3 / 2 || process.metric("pointsman_gateway_body_bytes").await > 0.0 {
             sleep(Duration::from_millis(20)).await;
@@ -129,7 +135,7 @@ async fn slow_bodies_do_not_block_other_requests() {
         slow.spawn(unfinished(process.0.address));
     }
     let slow = timeout(PATIENCE, slow.join_all()).await.expect("sent before the timeout");
-    let rejected = async || process.metric("pointsman_gateway_bodies_rejected_total").await;
+    let rejected = async || process.metric("pointsman_gateway_requests_refused_total").await;
     eventually("the budget is exhausted", async || rejected().await > 0.0).await;
     let held = process.metric("pointsman_gateway_body_bytes").await;
     let served = async {
@@ -140,4 +146,48 @@ async fn slow_bodies_do_not_block_other_requests() {
     // A silent client times out after 30 s, a slow one after 300 s.
     timeout(Duration::from_secs(25), served).await.unwrap_or_else(|_| panic!("not served beside {held} bytes"));
     drop(slow);
+}
+
+/// Heads of HTTP/2 requests whose bodies never come.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn heads_of_http2_requests_stay_within_the_budget_and_are_freed() {
+    const CONNECTIONS: usize = 8;
+    const REQUESTS: usize = 90;
+    let engine =
+        MockEngine::start(MockConfig { time_scale: 100.0, ..MockConfig::default() }).await.expect("start succeeds");
+    let process = Measured::start(&engine).await;
+    ready(process.0.address).await;
+    let idle = process.resident_bytes();
+    let mut sending = JoinSet::new();
+    for _ in 0..CONNECTIONS {
+        let stream = TokioIo::new(TcpStream::connect(process.0.address).await.expect("connection accepted"));
+        let (client, connection) =
+            hyper::client::conn::http2::handshake(TokioExecutor::new(), stream).await.expect("a handshake");
+        tokio::spawn(connection);
+        for _ in 0..REQUESTS {
+            let mut client = client.clone();
+            let body = StreamBody::new(futures_util::stream::pending::<Result<Frame<Bytes>, Infallible>>());
+            let request = Request::post("http://test/v1/chat/completions").header("x-a", "a".repeat(50_000));
+            let request = request.body(body).expect("a valid request");
+            sending.spawn(async move { client.send_request(request).await.map(|answer| answer.status().as_u16()) });
+        }
+    }
+    // A mebibyte of heads is twenty requests.
+    for _ in 0..CONNECTIONS * (REQUESTS - 20) {
+        let answer = timeout(PATIENCE, sending.join_next()).await.expect("refused before the timeout");
+        let status = answer.expect("requests wait").expect("no panic").expect("a response");
+        assert!([429, 431, 503].contains(&status), "{status}");
+    }
+    let peak = process.resident_bytes();
+    let limit = idle + BUDGET_BYTES + BUDGET_BYTES / 5;
+    assert!(peak <= limit, "{} MiB, idle {}", peak / MIB, idle / MIB);
+    assert_eq!(process.small().await, 200);
+    drop(sending);
+    let given_back = async {
+        while process.resident_bytes() > idle * 3 / 2 {
+            sleep(Duration::from_millis(20)).await;
+        }
+    };
+    let resident = || process.resident_bytes() / MIB;
+    timeout(PATIENCE, given_back).await.unwrap_or_else(|_| panic!("{} MiB, idle {}", resident(), idle / MIB));
 }

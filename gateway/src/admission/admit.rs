@@ -5,19 +5,19 @@ use std::sync::Arc;
 use axum::http::HeaderMap;
 use axum::http::header::AUTHORIZATION;
 
-use super::body_budget::BodyBudget;
 use super::leases::QuotaLease;
 use super::retry_budget::RetryBudget;
 use super::shared_sessions::SharedSessions;
 use super::tenants::{Tenant, Tenants};
 use crate::formats::openai::{API_KEY, ApiError};
+use crate::net::budget::RequestBudget;
 
 /// Admission rules of clients. Budgets and shared sessions survive reloads.
 #[derive(Clone)]
 pub(crate) struct Admission {
     pub(crate) tenants: Arc<Tenants>,
     pub(crate) retry_budget: Arc<RetryBudget>,
-    pub(crate) bodies: Arc<BodyBudget>,
+    pub(crate) budget: Arc<RequestBudget>,
     pub(crate) shared_sessions: Arc<SharedSessions>,
 }
 

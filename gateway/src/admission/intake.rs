@@ -13,9 +13,9 @@ use http_body_util::BodyExt as _;
 use memmap2::MmapMut;
 use tokio::time::{Instant, timeout, timeout_at};
 
-use crate::admission::body_budget::{BodyBudget, Exhausted, Reservation};
 use crate::admission::coding::{Coding, Decoder};
 use crate::formats::openai::ApiError;
+use crate::net::budget::{Exhausted, RequestBudget, Reservation};
 
 /// Total time limit of a body, in multiples of the idle timeout.
 const FRAME_TIMEOUTS_MAX: u32 = 10;
@@ -44,7 +44,7 @@ pub(crate) struct Limits {
 /// # Errors
 /// 415 for an unknown coding, 413, 408, 503 for an exhausted budget, or 400 if the client breaks off or the body does not
 /// have its coding.
-pub(crate) async fn receive(mut body: Body, limits: Limits, budget: &Arc<BodyBudget>) -> Result<Bytes, ApiError> {
+pub(crate) async fn receive(mut body: Body, limits: Limits, budget: &Arc<RequestBudget>) -> Result<Bytes, ApiError> {
     let Limits { bytes_max, frame_timeout, coding, .. } = limits;
     // Announced length; unknown for chunked bodies.
     let announced = body.size_hint();
@@ -64,13 +64,13 @@ pub(crate) async fn receive(mut body: Body, limits: Limits, budget: &Arc<BodyBud
         let frame = timeout_at(end.min(Instant::now() + frame_timeout), body.frame());
         let frame = tokio::select! {
             biased;
-            () = buffer.rejected() => break ApiError::body_budget_exhausted(),
+            () = buffer.rejected() => break ApiError::request_budget_exhausted(),
             frame = frame => frame.map_err(|_| ApiError::body_timeout())?,
         };
         let Some(frame) = frame else {
             // An empty step ends a coding.
             return match buffer.decoded(&mut decoder, Bytes::new(), bytes_max).await {
-                Ok(()) => buffer.finish().map_err(|Exhausted| ApiError::body_budget_exhausted()),
+                Ok(()) => buffer.finish().map_err(|Exhausted| ApiError::request_budget_exhausted()),
                 Err(error) => Err(error),
             };
         };
@@ -93,19 +93,19 @@ pub(crate) async fn receive(mut body: Body, limits: Limits, budget: &Arc<BodyBud
 }
 
 /// A body that the gateway has written itself, within the budget.
-pub(crate) async fn reserved(body: Vec<u8>, budget: &Arc<BodyBudget>) -> Result<Bytes, ApiError> {
-    let mut reservation = budget.begin();
+pub(crate) async fn reserved(body: Vec<u8>, budget: &Arc<RequestBudget>) -> Result<Bytes, ApiError> {
+    let mut reservation = budget.begin_body();
     let reserving = async {
         reservation.grow_to(body.len() as u64).await?;
         reservation.complete(body.len() as u64)
     };
-    reserving.await.map_err(|Exhausted| ApiError::body_budget_exhausted())?;
+    reserving.await.map_err(|Exhausted| ApiError::request_budget_exhausted())?;
     Ok(Bytes::from_owner(ReservedBody { body: Store::Heap(body), _reservation: reservation }))
 }
 
 /// The received part of a body with its reservation.
 struct Buffer<'a> {
-    budget: &'a Arc<BodyBudget>,
+    budget: &'a Arc<RequestBudget>,
     /// Absent before the first bytes.
     reservation: Option<Reservation>,
     store: Store,
@@ -125,7 +125,7 @@ enum Store {
 }
 
 impl<'a> Buffer<'a> {
-    fn new(budget: &'a Arc<BodyBudget>, len_max: u64) -> Self {
+    fn new(budget: &'a Arc<RequestBudget>, len_max: u64) -> Self {
         let len_max = usize::try_from(len_max).unwrap_or(usize::MAX);
         Self { budget, reservation: None, store: Store::Frame(Bytes::new()), len_max }
     }
@@ -154,7 +154,7 @@ impl<'a> Buffer<'a> {
         if (self.store.bytes().len() + data.len()) as u64 > bytes_max {
             return Err(ApiError::too_large(bytes_max));
         }
-        self.push(data).await.map_err(|Exhausted| ApiError::body_budget_exhausted())
+        self.push(data).await.map_err(|Exhausted| ApiError::request_budget_exhausted())
     }
 
     /// Appends a frame; after an error the buffer is unusable.
@@ -163,7 +163,7 @@ impl<'a> Buffer<'a> {
             return Ok(());
         }
         let len = self.store.bytes().len() + data.len();
-        let reservation = self.reservation.get_or_insert_with(|| self.budget.begin());
+        let reservation = self.reservation.get_or_insert_with(|| self.budget.begin_body());
         match &mut self.store {
             Store::Frame(frame) if frame.is_empty() => {
                 reservation.grow_to(len as u64).await?;
@@ -281,7 +281,7 @@ mod tests {
     };
 
     async fn taken(body: Body) -> Result<String, StatusCode> {
-        let budget = BodyBudget::new(100);
+        let budget = RequestBudget::for_bodies(100);
         let limits = LIMITS;
         let taken = receive(body, limits, &budget).await;
         taken.map(|bytes| String::from_utf8(bytes.to_vec()).expect("text")).map_err(|error| error.status)
@@ -299,17 +299,17 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn bodies_of_the_gateway_count_against_the_budget() {
-        let budget = BodyBudget::new(15);
+        let budget = RequestBudget::for_bodies(15);
         let first = reserved(vec![b' '; 10], &budget).await.expect("within the budget");
         let rejected = reserved(vec![b' '; 10], &budget).await.expect_err("budget exhausted");
-        assert_eq!(rejected.code, "body_budget_exhausted");
+        assert_eq!(rejected.code, "request_budget_exhausted");
         drop(first);
         assert_eq!(reserved(vec![b' '; 15], &budget).await.expect("within the budget").len(), 15);
     }
 
     #[tokio::test(start_paused = true)]
     async fn a_body_is_reserved_until_its_last_clone_is_dropped() {
-        let budget = BodyBudget::new(15);
+        let budget = RequestBudget::for_bodies(15);
         let limits = LIMITS;
         let first = receive(chunks(&["0123", "45", "6789"]), limits, &budget).await.expect("within the budget");
         let second = receive(Body::from("01234"), limits, &budget).await.expect("within the budget");
@@ -341,7 +341,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn compressed_bodies_count_as_decoded() {
-        let budget = BodyBudget::new(4_000_000);
+        let budget = RequestBudget::for_bodies(4_000_000);
         let take = async |coding, bytes_max, body| {
             let taken = receive(body, Limits { coding, bytes_max, ..LIMITS }, &budget).await;
             taken.map(|bytes| bytes.to_vec()).map_err(|error| error.code)
@@ -354,7 +354,7 @@ mod tests {
             let bomb = compressed(coding, &vec![0; 5_000_000]);
             assert_eq!(take(coding, 3_000_000, bomb).await, Err("body_too_large"), "{coding:?}");
             let over_budget = compressed(coding, &vec![0; 5_000_000]);
-            assert_eq!(take(coding, 30_000_000, over_budget).await, Err("body_budget_exhausted"), "{coding:?}");
+            assert_eq!(take(coding, 30_000_000, over_budget).await, Err("request_budget_exhausted"), "{coding:?}");
             assert_eq!(take(coding, 800_000, Body::from("{\"model\":1}")).await, Err("invalid_coding"), "{coding:?}");
         }
         assert_eq!(take(Coding::Gzip, 100, compressed(Coding::Gzip, b"")).await, Ok(Vec::new()));

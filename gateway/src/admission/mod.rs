@@ -1,9 +1,8 @@
 //! Admission: who may send what and how much of it.
 //!
-//! Tenants and their limits, the memory of request bodies, the budget of retries, and shared sessions.
+//! Tenants and their limits, the reading of request bodies, the budget of retries, and shared sessions.
 
 pub(crate) mod admit;
-pub(crate) mod body_budget;
 pub(crate) mod coding;
 pub(crate) mod intake;
 pub(crate) mod leases;

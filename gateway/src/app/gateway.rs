@@ -17,7 +17,8 @@ use super::reload::{LoadSettings, ReloadStatus, Reloader};
 use super::running::{Files, GatewayError, Running};
 use super::{metrics, reload, routes};
 use crate::formats::openai::ApiError;
-use crate::net::limits::{ADMIN_CONNECTIONS_MAX, OVERFLOW_CONNECTIONS_MAX, ProcessLimits};
+use crate::net::budget::RequestBudget;
+use crate::net::limits::{ADMIN_CONNECTIONS_MAX, ADMIN_STREAMS_MAX, OVERFLOW_CONNECTIONS_MAX, ProcessLimits};
 use crate::net::listener::{
     Drained, ListenError, Listener, ListenerOptions, Overflow, PassedSockets, ReservedSockets,
 };
@@ -239,14 +240,20 @@ impl Listeners<'_> {
         let probes = routes::probes(self.running.pools.clone(), self.metrics.clone());
         let routes = routes::overflow(probes.clone());
         let overflow = Some(Overflow { connections_max: OVERFLOW_CONNECTIONS_MAX, routes });
-        let options = ListenerOptions { overflow, ..self.options.clone() };
+        let options = ListenerOptions { overflow, budget: Some(self.budget()), ..self.options.clone() };
         Listener::start(socket, options, routes::clients(self.running.context.clone(), probes))
     }
 
-    /// For operators.
+    fn budget(&self) -> Arc<RequestBudget> {
+        Arc::clone(&self.running.context.get().admission.budget)
+    }
+
+    /// For operators: few requests, which are served while the budget is exhausted.
     fn admin(&self, socket: TcpListener, reloader: Arc<Reloader>) -> io::Result<Listener> {
         let connections_max = ADMIN_CONNECTIONS_MAX;
-        let options = ListenerOptions { name: "admin", connections_max, tls: None, ..self.options.clone() };
+        let streams_max = ADMIN_STREAMS_MAX;
+        let options =
+            ListenerOptions { name: "admin", connections_max, streams_max, tls: None, ..self.options.clone() };
         let (pools, tokens) = (self.running.pools.clone(), self.running.admin_tokens.clone());
         let routes = admin::routes(pools, tokens, self.metrics.clone(), reload::routes(reloader));
         Listener::start(socket, options, routes)
@@ -259,7 +266,7 @@ impl Listeners<'_> {
         settings: &PickerSettings,
         tls: Option<Arc<ServerConfig>>,
     ) -> io::Result<Listener> {
-        let options = ListenerOptions { name: "picker", tls, ..self.options.clone() };
+        let options = ListenerOptions { name: "picker", tls, budget: Some(self.budget()), ..self.options.clone() };
         let (context, pools) = (self.running.context.clone(), self.running.pools.clone());
         Listener::start(socket, options, picker::routes(context, pools, settings))
     }

@@ -152,7 +152,7 @@ impl Reloader {
         });
         let (tls_files, loaded) = loaded.await.unwrap_or_else(|_| Err(interrupted()))?;
         let (mut settings, mut restart_needed) = loaded.reloaded_over(&pools.settings);
-        if settings.gateway.body_bytes_max > self.limits.body_budget_bytes {
+        if settings.gateway.body_bytes_max > self.limits.request_budget_bytes / 2 {
             // The budget of the start could not hold a single body of that size.
             restart_needed.push("gateway.body_bytes_max".to_owned());
             settings.gateway.body_bytes_max = pools.settings.gateway.body_bytes_max;

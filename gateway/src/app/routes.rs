@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use axum::Router;
 use axum::extract::{Request, State};
-use axum::http::{HeaderName, HeaderValue};
+use axum::http::{HeaderName, HeaderValue, Version};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse as _, Response};
 use axum::routing::get;
@@ -93,20 +93,24 @@ pub(super) fn probes(pools: Latest<Pools>, metrics: Option<Metrics>) -> Router {
     readiness::routes().with_state(pools).route("/metrics", get(page))
 }
 
-/// Routes for connections above `connections_max`: probes only.
+/// Routes for connections and requests above a limit: probes only.
 pub(super) fn overflow(probes: Router) -> Router {
-    probes.fallback(too_many_connections)
+    probes.fallback(refused)
 }
 
 /// Time limit for reading the body of a rejected request.
 const REFUSED_BODY_TIME_MAX: Duration = Duration::from_millis(500);
 
-async fn too_many_connections(request: Request) -> ApiError {
-    // Otherwise a client that is still sending would see a connection reset instead of the response.
-    let mut body = request.into_body();
-    let rest = async { while let Some(Ok(_)) = body.frame().await {} };
-    let _ = timeout(REFUSED_BODY_TIME_MAX, rest).await;
-    ApiError::too_many_connections()
+async fn refused(mut request: Request) -> ApiError {
+    // The listener adds the error of a request. Otherwise the connection is refused.
+    let error = request.extensions_mut().remove().unwrap_or_else(ApiError::too_many_connections);
+    if request.version() != Version::HTTP_2 {
+        // Otherwise a client that is still sending would see a connection reset instead of the response.
+        let mut body = request.into_body();
+        let rest = async { while let Some(Ok(_)) = body.frame().await {} };
+        let _ = timeout(REFUSED_BODY_TIME_MAX, rest).await;
+    }
+    error
 }
 
 /// Assigns an id to requests without a valid one; the response carries it.

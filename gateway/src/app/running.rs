@@ -7,9 +7,9 @@ use tokio::time::Instant;
 
 use crate::admin::Tokens;
 use crate::admission::admit::Admission;
-use crate::admission::body_budget::BodyBudget;
 use crate::admission::retry_budget::RetryBudget;
 use crate::admission::tenants::Tenants;
+use crate::net::budget::RequestBudget;
 use crate::net::limits::ProcessLimits;
 use crate::net::listener::ListenerOptions;
 use crate::net::tls::{self, TlsError};
@@ -49,7 +49,7 @@ impl Running {
         let admission = Admission {
             tenants: Arc::new(Tenants::new(&settings.tenants, secrets)),
             retry_budget: Arc::new(RetryBudget::new(gateway.retry_share_max, Instant::now())),
-            bodies: BodyBudget::new(limits.body_budget_bytes),
+            budget: RequestBudget::new(limits.request_budget_bytes, limits.requests_max),
             shared_sessions: Arc::default(),
         };
         let readiness = Arc::new(Readiness::new(Duration::from_millis(gateway.warm_up_ms)));
@@ -96,6 +96,8 @@ fn client_options(settings: &GatewaySettings, limits: &ProcessLimits) -> Result<
         name: "clients",
         connections_max: limits.connections_max,
         overflow: None,
+        budget: None,
+        streams_max: settings.http2_streams_max,
         head_timeout: Duration::from_millis(settings.head_timeout_ms),
         stall_max: Duration::from_millis(settings.idle_timeout_ms),
         tls,

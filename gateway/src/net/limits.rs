@@ -1,7 +1,7 @@
 //! Process limits: descriptors and memory, and the resulting limits for clients.
 //!
 //! Raises the descriptor limit, and reserves descriptors for operators, probes, events and workers. The listener and
-//! the body budget enforce the limits.
+//! the request budget enforce the limits.
 
 use std::fmt;
 
@@ -10,7 +10,7 @@ use pointsman::{Router, RouterConfig};
 use crate::observe::process;
 use crate::settings::Settings;
 
-/// Divisor of the memory for request bodies. A request in flight takes up to four times its body: the received body,
+/// Divisor of the memory for requests. A request in flight takes up to four times its body: the received body,
 /// the edited body, and the prompt as text and as tokens.
 const BODY_MEMORY_SHARE: u64 = 8;
 
@@ -22,6 +22,9 @@ const MEMORY_BYTES_UNKNOWN: u64 = 8 << 30;
 
 /// Limit of operator connections.
 pub(crate) const ADMIN_CONNECTIONS_MAX: u32 = 64;
+
+/// Limit of concurrent requests of one.
+pub(crate) const ADMIN_STREAMS_MAX: u32 = 8;
 
 /// Connections above the client limit that receive one response and are closed.
 pub(crate) const OVERFLOW_CONNECTIONS_MAX: u32 = 32;
@@ -40,21 +43,26 @@ const DISCOVERED_WORKERS: u64 = 8;
 const DESCRIPTORS_PER_CONNECTION: u64 = 2;
 
 /// Minimum client connections, regardless of descriptors.
-const CONNECTIONS_MIN: u32 = 8;
+const CONNECTIONS_MIN: u64 = 8;
+
+/// Maximum requests in flight without a limit of descriptors.
+const REQUESTS_MAX: u64 = 1 << 23;
 
 /// Process limits and derived limits.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ProcessLimits {
-    /// Memory budget of all request bodies, in bytes.
-    pub body_budget_bytes: u64,
+    /// Memory budget of all requests in flight, in bytes.
+    pub request_budget_bytes: u64,
     /// Origin of that value.
-    body_budget_origin: String,
+    request_budget_origin: String,
     /// Memory limit of the index of a model without `index.bytes_max`, in bytes.
     pub index_bytes_max: u64,
     /// Maximum open descriptors; `None` without a limit.
     pub descriptors: Option<u64>,
     /// Client connections: `connections_max`, or fewer if descriptors are short.
     pub connections_max: u32,
+    /// Requests in flight: one connection to a worker each.
+    pub requests_max: u64,
     connections_wanted: u32,
     descriptors_wanted: u64,
 }
@@ -68,8 +76,8 @@ impl ProcessLimits {
 
     fn derive(settings: &Settings, memory_bytes: Option<u64>, descriptors: Option<u64>) -> Self {
         let gateway = &settings.gateway;
-        let (body_budget_bytes, body_budget_origin) = match (gateway.body_budget_bytes, memory_bytes) {
-            (Some(bytes), _) => (bytes, "gateway.body_budget_bytes".to_owned()),
+        let (request_budget_bytes, request_budget_origin) = match (gateway.request_budget_bytes, memory_bytes) {
+            (Some(bytes), _) => (bytes, "gateway.request_budget_bytes".to_owned()),
             (None, memory) => {
                 let share = memory.unwrap_or(MEMORY_BYTES_UNKNOWN) / BODY_MEMORY_SHARE;
                 let origin = match memory {
@@ -81,16 +89,16 @@ impl ProcessLimits {
         };
         let reserve = reserved_descriptors(settings);
         let wanted = u64::from(gateway.connections_max);
-        let connections = descriptors.map_or(wanted, |limit| {
-            let rest = limit.saturating_sub(reserve) / DESCRIPTORS_PER_CONNECTION;
-            wanted.min(rest.max(u64::from(CONNECTIONS_MIN)))
-        });
+        let free =
+            descriptors.map(|limit| limit.saturating_sub(reserve).max(DESCRIPTORS_PER_CONNECTION * CONNECTIONS_MIN));
+        let connections = free.map_or(wanted, |free| wanted.min(free / DESCRIPTORS_PER_CONNECTION));
         Self {
-            body_budget_bytes,
-            body_budget_origin,
+            request_budget_bytes,
+            request_budget_origin,
             index_bytes_max: RouterConfig::index_bytes_max(memory_bytes, settings.models.len()),
             descriptors,
             connections_max: u32::try_from(connections).unwrap_or(u32::MAX),
+            requests_max: free.map_or(REQUESTS_MAX, |free| (free - connections).min(REQUESTS_MAX)),
             connections_wanted: gateway.connections_max,
             descriptors_wanted: reserve + DESCRIPTORS_PER_CONNECTION * wanted,
         }
@@ -110,7 +118,7 @@ impl ProcessLimits {
     /// Logs the limits, with a warning for short resources.
     pub(crate) fn log(&self) {
         tracing::info!(
-            body_budget_bytes = self.body_budget_bytes,
+            request_budget_bytes = self.request_budget_bytes,
             index_bytes_max = self.index_bytes_max,
             connections_max = self.connections_max,
             descriptors = self.descriptors,
@@ -126,7 +134,7 @@ impl ProcessLimits {
 impl fmt::Display for ProcessLimits {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "# limits of this process on this machine")?;
-        writeln!(f, "# body budget: {} bytes ({})", self.body_budget_bytes, self.body_budget_origin)?;
+        writeln!(f, "# request budget: {} bytes ({})", self.request_budget_bytes, self.request_budget_origin)?;
         writeln!(
             f,
             "# index: {} bytes for each model without index.bytes_max (a quarter of the memory for all models)",
@@ -136,7 +144,7 @@ impl fmt::Display for ProcessLimits {
             Some(limit) => writeln!(f, "# descriptors: {limit}, of which {} are needed", self.descriptors_wanted)?,
             None => writeln!(f, "# descriptors: no limit")?,
         }
-        writeln!(f, "# connections of clients: {}", self.connections_max)
+        writeln!(f, "# connections of clients: {}, requests in flight: {}", self.connections_max, self.requests_max)
     }
 }
 
@@ -171,14 +179,14 @@ mod tests {
     }
 
     #[test]
-    fn the_body_budget_is_a_share_of_the_memory_with_a_floor() {
-        let derived = |memory| ProcessLimits::derive(&settings(1), memory, None).body_budget_bytes;
+    fn the_request_budget_is_a_share_of_the_memory_with_a_floor() {
+        let derived = |memory| ProcessLimits::derive(&settings(1), memory, None).request_budget_bytes;
         assert_eq!(derived(Some(16 << 30)), 2 << 30);
         assert_eq!(derived(Some(128 << 20)), 64 << 20, "four bodies of 16 MiB");
         assert_eq!(derived(None), 1 << 30);
         let mut given = settings(1);
-        given.gateway.body_budget_bytes = Some(17 << 20);
-        assert_eq!(ProcessLimits::derive(&given, Some(16 << 30), None).body_budget_bytes, 17 << 20);
+        given.gateway.request_budget_bytes = Some(17 << 20);
+        assert_eq!(ProcessLimits::derive(&given, Some(16 << 30), None).request_budget_bytes, 17 << 20);
     }
 
     #[test]
@@ -198,11 +206,13 @@ mod tests {
         let derived = |workers, descriptors| ProcessLimits::derive(&settings(workers), None, Some(descriptors));
         let enough = derived(4, 65_536);
         assert_eq!((enough.connections_max, enough.warning()), (16_384, None));
+        // Connections of HTTP/2 have more than one request.
+        assert_eq!(enough.requests_max, 65_536 - 168 - 16_384);
         // 32 for the process, 96 for operators and overflow, 40 for four workers.
         let short = derived(4, 256);
-        assert_eq!(short.connections_max, (256 - 168) / 2);
+        assert_eq!((short.connections_max, short.requests_max), (44, 44), "each of 88 descriptors");
         let warning = short.warning().expect("the limit is too low");
         assert!(warning.contains("256") && warning.contains("16384") && warning.contains("32936"), "{warning}");
-        assert_eq!(derived(400, 1024).connections_max, CONNECTIONS_MIN);
+        assert_eq!(u64::from(derived(400, 1024).connections_max), CONNECTIONS_MIN);
     }
 }

@@ -55,10 +55,11 @@ metric_table! {
     WORKER_SECONDS: histogram "pointsman_gateway_worker_request_seconds" ["model", "worker", "worker_endpoint"] =
         "Time from sending an attempt to the end of its complete response.";
     BODY_BYTES: gauge "pointsman_gateway_body_bytes" [] = "Bytes of request bodies in memory.";
-    BODY_BYTES_MAX: gauge "pointsman_gateway_body_bytes_max" [] =
-        "Memory budget of all request bodies (`body_budget_bytes`).";
-    BODIES_REJECTED: counter "pointsman_gateway_bodies_rejected_total" [] =
-        "Request bodies rejected with 503 because of an exhausted memory budget.";
+    REQUEST_BUDGET_BYTES: gauge "pointsman_gateway_request_budget_bytes" [] =
+        "Memory budget of all requests in flight (`request_budget_bytes`).";
+    REQUESTS_REFUSED: counter "pointsman_gateway_requests_refused_total" ["reason"] =
+        "Refused requests: `body` or `budget` by the request budget, `connection` or `heads` by its part for one HTTP/2 \
+         connection.";
 }
 
 named! {

@@ -158,7 +158,7 @@ async fn decide_by_load(
     let Admitted { quota, .. } = context.admission.admit(&headers)?;
     let model = context.models.of_clients().next().ok_or_else(ApiError::not_found)?;
     let body = match has_body {
-        true => receive(body, body_limits(context, &headers), &context.admission.bodies).await?,
+        true => receive(body, body_limits(context, &headers), &context.admission.budget).await?,
         false => Bytes::new(),
     };
     let mut request = RouteRequest::query(Prompt::Tokens(&[]));

@@ -126,7 +126,7 @@ impl RoutableRequest {
         account.access.tenant = tenant.map(|tenant| tenant.name.clone());
         retries.inspect(|budget| budget.requested(account.started()));
         let waits = Instant::now();
-        let body = receive(body, limits, &context.admission.bodies).await;
+        let body = receive(body, limits, &context.admission.budget).await;
         account.waited_since(waits);
         Self::new(context, account, target, (headers, body?), tenant, messages).await
     }
@@ -276,7 +276,7 @@ async fn parse(
                 return if is_passed { Ok((original, None)) } else { Err(error) };
             }
         };
-        let json = reserved(chat.json, &context.admission.bodies).await?;
+        let json = reserved(chat.json, &context.admission.budget).await?;
         let parsed = RequestBody::parse_for(Endpoint::Chat, json, style)?;
         let tokens = model(parsed.model.as_deref()).map(|model| &model.tokens);
         // The chat has another form once the template is known to refuse it.

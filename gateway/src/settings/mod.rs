@@ -94,9 +94,11 @@ settings! {
         connections_max: u32 = 16_384, in 1..=1_000_000;
         /// Maximum length of a request body, in bytes.
         body_bytes_max: u64 = 16 << 20, in 1 << 10..=1 << 30 => reloaded;
-        /// Memory budget of all request bodies in bytes; above it bodies are rejected with 503. Default: an eighth of the
-        /// memory of the machine or cgroup, at least four times `body_bytes_max`.
-        body_budget_bytes: Option<u64>;
+        /// Limit of concurrent requests of an HTTP/2 connection.
+        http2_streams_max: u32 = 100, in 1..=1_000 => reloaded;
+        /// Memory budget of all requests in flight in bytes; above it requests are refused with 503. Default: an eighth of
+        /// the memory of the machine or cgroup, at least four times `body_bytes_max`.
+        request_budget_bytes: Option<u64>;
         /// Timeout of a request head, and of an idle connection. Must exceed the idle timeout of a load balancer in front,
         /// which otherwise reuses connections that are being closed.
         head_timeout_ms: u64 = 75_000, in 1..=DAY_MS => reloaded;

@@ -75,9 +75,9 @@ impl Settings {
             rules.given(other, other_file.as_ref(), |_| file.is_some(), absent(name));
         }
         gateway.check_ranges(rules);
-        if let Some(bytes) = gateway.body_budget_bytes {
-            let holds = bytes >= gateway.body_bytes_max;
-            rules.check("body_budget_bytes", bytes, holds, "at least body_bytes_max");
+        if let Some(bytes) = gateway.request_budget_bytes {
+            let holds = bytes >= 2 * gateway.body_bytes_max;
+            rules.check("request_budget_bytes", bytes, holds, "at least twice body_bytes_max");
         }
         for (name, share) in
             [("retry_share_max", gateway.retry_share_max), ("otlp_sample_share", gateway.otlp_sample_share)]

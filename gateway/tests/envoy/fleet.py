@@ -31,7 +31,7 @@ class Fleet(Processes):
         urls = ", ".join(f'"http://127.0.0.1:{port}"' for port in self.engines)
         (self.directory / "gateway.toml").write_text(
             f'[gateway]\nlisten = "127.0.0.1:{self.gateway}"\nbody_bytes_max = {80 * MIB}\n'
-            f'body_budget_bytes = {400 * MIB}\nsalt_secret_file = "salt"\n'
+            f'request_budget_bytes = {400 * MIB}\nsalt_secret_file = "salt"\n'
             f'[picker]\nlisten = "127.0.0.1:{self.picker}"\nconformance = true\n'
             f'[router]\nblock_size = {self.block_size}\n'
             f'[[models]]\nname = "chat"\nupstream_name = "mock"\nworker_urls = [{urls}]\n{self.model_settings}'

@@ -200,9 +200,15 @@ constant_errors! {
     /// Connection above `connections_max`: 503.
     too_many_connections = Self::unavailable(StatusCode::SERVICE_UNAVAILABLE, "too_many_connections",
         "the gateway has reached its connection limit").closing();
-    /// Exhausted memory budget for bodies: 503.
-    body_budget_exhausted = Self::unavailable(StatusCode::SERVICE_UNAVAILABLE, "body_budget_exhausted",
-        "the memory budget of request bodies is exhausted").closing();
+    /// HTTP/2 connection above its part of the request budget: 429.
+    connection_overloaded = Self::overloaded("connection_overloaded",
+        "the connection has too many requests in flight", Duration::from_secs(1));
+    /// HTTP/2 connection above its limit of heads: 431.
+    heads_too_large = Self::new(StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE, ErrorType::InvalidRequest,
+        "heads_too_large", "the heads of the requests in flight on the connection are too large");
+    /// Exhausted budget of requests in flight: 503.
+    request_budget_exhausted = Self::unavailable(StatusCode::SERVICE_UNAVAILABLE, "request_budget_exhausted",
+        "the budget of requests in flight is exhausted").closing();
     /// Body idle timeout: 408.
     body_timeout = Self::new(StatusCode::REQUEST_TIMEOUT, "body_timeout",
         "the body did not arrive in time").closing();

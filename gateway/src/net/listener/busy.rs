@@ -12,6 +12,8 @@ use http_body_util::BodyExt as _;
 use tokio::sync::Notify;
 use tokio::time::sleep;
 
+use super::super::budget::{Held, Permit, Refusal, RequestBudget};
+
 /// Requests since the start.
 #[derive(Default)]
 pub(super) struct Activity {
@@ -19,6 +21,13 @@ pub(super) struct Activity {
     ended: AtomicU64,
     /// Notified when the last request in flight ends. One waiter.
     idle: Notify,
+}
+
+/// Counts of requests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Counts {
+    pub(super) begun: u64,
+    pub(super) ended: u64,
 }
 
 impl Activity {
@@ -32,20 +41,26 @@ impl Activity {
         }
     }
 
+    pub(super) fn counts(&self) -> Counts {
+        // Ends first: the counts are equal only without a request in flight.
+        let ended = self.ended.load(Ordering::SeqCst);
+        Counts { begun: self.begun.load(Ordering::SeqCst), ended }
+    }
+
+    /// Resolves after the end of the last request in flight, or a notification.
+    pub(super) async fn changed(&self) {
+        self.idle.notified().await;
+    }
+
     /// Resolves after `time` without a request.
     pub(super) async fn idle_for(&self, time: Duration) {
         loop {
-            // An end before a beginning that is read later: the values are equal only without a request in flight.
-            let ended = self.ended.load(Ordering::SeqCst);
-            if self.begun.load(Ordering::SeqCst) != ended {
-                self.idle.notified().await;
-                continue;
-            }
+            let counts = self.counts();
             tokio::select! {
                 biased;
-                () = self.idle.notified() => {}
-                () = sleep(time) => {
-                    if self.begun.load(Ordering::SeqCst) == ended {
+                () = self.changed() => {}
+                () = sleep(time), if counts.begun == counts.ended => {
+                    if self.counts() == counts {
                         return;
                     }
                 }
@@ -57,44 +72,73 @@ impl Activity {
 /// Requests of one connection. HTTP/1.1 serves them in order.
 pub(super) struct Connection {
     pub(super) activity: Activity,
+    budget: Option<Arc<RequestBudget>>,
+    /// Part of the budget; used by HTTP/2.
+    held: Held,
     listener: Arc<Activity>,
     is_http2: AtomicBool,
-    /// Notified at the first request of HTTP/2. One waiter.
-    http2: Notify,
 }
 
 /// One request, until dropped.
-pub(super) struct Begun(Arc<Connection>);
+pub(super) struct Begun {
+    connection: Arc<Connection>,
+    is_http2: bool,
+    permit: Permit,
+}
 
 impl Connection {
-    pub(super) fn of(listener: &Arc<Activity>) -> Arc<Self> {
+    pub(super) fn of(listener: &Arc<Activity>, budget: Option<Arc<RequestBudget>>) -> Arc<Self> {
         let (activity, listener) = (Activity::default(), Arc::clone(listener));
-        Arc::new(Self { activity, listener, is_http2: AtomicBool::new(false), http2: Notify::new() })
+        Arc::new(Self { activity, budget, held: Held::default(), listener, is_http2: AtomicBool::new(false) })
     }
 
-    /// Records the start of a request.
-    pub(super) fn begin(self: &Arc<Self>, is_http2: bool) -> Begun {
+    /// Records the start of a request, with the limit that refuses it.
+    pub(super) fn begin(self: &Arc<Self>, is_http2: bool, head_bytes: u64) -> (Begun, Option<Refusal>) {
         self.listener.begin();
         self.activity.begin();
         if is_http2 && !self.is_http2.load(Ordering::Relaxed) {
             self.is_http2.store(true, Ordering::Relaxed);
-            self.http2.notify_one();
         }
-        Begun(Arc::clone(self))
+        let held = is_http2.then_some(&self.held);
+        let (permit, refusal) =
+            self.budget.as_ref().map_or((Permit::None, None), |budget| budget.begin(head_bytes, held));
+        (Begun { connection: Arc::clone(self), is_http2, permit }, refusal)
     }
 
-    /// Resolves when the connection has had an HTTP/2 request.
-    pub(super) async fn until_http2(&self) {
-        if !self.is_http2.load(Ordering::Relaxed) {
-            self.http2.notified().await;
+    /// Whether the connection has had an HTTP/2 request.
+    pub(super) fn is_http2(&self) -> bool {
+        self.is_http2.load(Ordering::Relaxed)
+    }
+
+    /// Wakes the task of the connection for a request of a drain.
+    pub(super) fn notify(&self) {
+        self.activity.idle.notify_one();
+    }
+}
+
+impl Begun {
+    /// Whether the request may have a response.
+    pub(super) fn is_answered(&self) -> bool {
+        self.permit != Permit::None || self.connection.budget.is_none()
+    }
+
+    /// Moves the request to the share of refused ones.
+    pub(super) fn refuse(&mut self) {
+        let connection = &self.connection;
+        if let Some(budget) = &connection.budget {
+            self.permit = budget.refuse(self.permit, self.is_http2.then_some(&connection.held));
         }
     }
 }
 
 impl Drop for Begun {
     fn drop(&mut self) {
-        self.0.activity.end();
-        self.0.listener.end();
+        let connection = &self.connection;
+        if let Some(budget) = &connection.budget {
+            budget.end(self.permit, self.is_http2.then_some(&connection.held));
+        }
+        connection.activity.end();
+        connection.listener.end();
     }
 }
 
@@ -115,17 +159,17 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_connection_is_idle_after_its_last_response() {
         let listener = Arc::default();
-        let (connection, other) = (Connection::of(&listener), Connection::of(&listener));
+        let (connection, other) = (Connection::of(&listener, None), Connection::of(&listener, None));
         let (start, second) = (Instant::now(), Duration::from_secs(1));
         connection.activity.idle_for(second).await;
         assert_eq!(start.elapsed(), second);
-        let (first, of_other) = (connection.begin(false), other.begin(false));
+        let (first, of_other) = (connection.begin(false, 0).0, other.begin(false, 0).0);
         let ends = async {
             sleep(second * 5).await;
             drop(keep_busy(Body::empty(), first));
             sleep(second / 2).await;
             // A request within the time restarts it.
-            let request = connection.begin(false);
+            let request = connection.begin(false, 0);
             tokio::task::yield_now().await;
             drop(request);
         };

@@ -3,7 +3,7 @@
 //! Limits the number of connections; further ones receive one response and are closed if the listener has routes for
 //! them (`Overflow`). A client that sends or reads too slowly is cut off without effect on others. A drain accepts no
 //! new connections and serves every request that arrives on open ones. Each response then carries `Connection: close`,
-//! and HTTP/2 connections receive GOAWAY. Idle connections close after the last request in flight. The drain reports the
+//! or is followed by GOAWAY. Idle connections close after the last request in flight. The drain reports the
 //! number of connections broken at its deadline.
 //! Routes and body readers have timeouts of their own.
 
@@ -12,7 +12,6 @@ mod busy;
 mod passed;
 mod socket;
 
-use std::convert::Infallible;
 use std::future::Future;
 use std::io;
 use std::net::SocketAddr;
@@ -23,7 +22,7 @@ use axum::Router;
 use axum::body::Bytes;
 use axum::extract::ConnectInfo;
 use axum::http::header::CONNECTION;
-use axum::http::{HeaderValue, Version};
+use axum::http::{HeaderValue, StatusCode, Version};
 use hyper::body::{Body, Incoming};
 use hyper::service::service_fn;
 use hyper::{Request, Response};
@@ -33,24 +32,29 @@ use metrics::Counter;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
-use tokio::task::{JoinHandle, JoinSet};
-use tokio::time::{Instant, timeout, timeout_at};
+use tokio::task::{JoinHandle, JoinSet, yield_now};
+use tokio::time::{Instant, sleep, timeout, timeout_at};
 use tokio_io_timeout::TimeoutWriter;
 use tokio_rustls::TlsAcceptor;
 use tower::Service as _;
 
 use acceptor::{Accepted, Acceptor};
-use busy::{Activity, Connection, keep_busy};
+use busy::{Activity, Connection, Counts, keep_busy};
 pub(crate) use passed::PassedSockets;
 pub use socket::ListenError;
 pub(crate) use socket::{Reserved, ReservedSockets};
 
-/// Maximum length of a request head, and of buffered unread data; HTTP/1.1 may exceed it by one read. Together with the connection limit this bounds
-/// memory. Longer heads, and heads above hyper's limit of 100 headers, are rejected with 431.
+use super::budget::RequestBudget;
+
+/// Maximum length of a request head, and of buffered unread data; HTTP/1.1 may exceed it by one read. Longer heads, and
+/// heads above hyper's limit of 100 headers, are rejected with 431.
 const HEAD_BYTES_MAX: usize = 64 << 10;
 
-/// Maximum concurrent requests of an HTTP/2 connection.
-const STREAMS_MAX: u32 = 1_024;
+/// Maximum unread bytes of the bodies of an HTTP/2 connection.
+const WINDOW_BYTES: u32 = 256 << 10;
+
+/// Maximum unsent bytes of a response of HTTP/2.
+const SEND_BYTES_MAX: usize = 64 << 10;
 
 /// Maximum lifetime of a connection above the limit, from handshake to end of response.
 const OVERFLOW_TIME_MAX: Duration = Duration::from_secs(3);
@@ -82,11 +86,15 @@ pub(crate) struct ListenerOptions {
     pub(crate) head_timeout: Duration,
     /// Timeout of a client that does not read.
     pub(crate) stall_max: Duration,
+    /// Budget of the requests; `None`: all are served.
+    pub(crate) budget: Option<Arc<RequestBudget>>,
+    /// Maximum concurrent requests of an HTTP/2 connection.
+    pub(crate) streams_max: u32,
     /// TLS; `None`: plain HTTP.
     pub(crate) tls: Option<Arc<rustls::ServerConfig>>,
 }
 
-/// Handling of connections above the limit: one response, then close.
+/// Handling of connections above the limit, one response, then close; and of requests above the budget.
 #[derive(Clone)]
 pub(crate) struct Overflow {
     /// Maximum concurrent ones; more wait in the kernel's backlog.
@@ -194,7 +202,8 @@ async fn accept(
     let mut connections = JoinSet::new();
     let seen = phase.clone();
     let serve_connection = |Accepted { stream, peer, place, is_overflow }: Accepted| {
-        let (protocol, client) = (Arc::clone(&control.0.borrow()), Connection::of(&activity));
+        let protocol = Arc::clone(&control.0.borrow());
+        let client = Connection::of(&activity, protocol.options.budget.clone());
         let seen = Seen { peer, client, phase: seen.clone() };
         async move {
             protocol.serve_connection(stream, is_overflow, seen).await;
@@ -222,6 +231,37 @@ struct Seen {
     phase: watch::Receiver<Phase>,
 }
 
+impl Seen {
+    /// Resolves when the connection must end: at the end of a drain, or idle for too long. A client of HTTP/2 also receives
+    /// GOAWAY during a drain, with its last response in flight or with the first request beside others, because some
+    /// clients fail all requests in flight at GOAWAY. Those of HTTP/1.1 see a header in the next response.
+    async fn over(&self, idle_max: Duration) {
+        let (mut phase, activity, mut at_drain) = (self.phase.clone(), &self.client.activity, None);
+        loop {
+            let (now, counts) = (*phase.borrow_and_update(), activity.counts());
+            let is_idle = counts.begun == counts.ended;
+            if now == Phase::Closing {
+                return;
+            }
+            if now != Phase::Open && self.client.is_http2() {
+                let before: Counts = *at_drain.get_or_insert(counts);
+                let is_last = is_idle && counts.ended > before.ended;
+                if is_last || counts.begun > before.begun && counts.begun - counts.ended > 1 {
+                    // The connection sends the end of the response first.
+                    return yield_now().await;
+                }
+            }
+            tokio::select! {
+                biased;
+                changed = phase.changed() => if changed.is_err() { return },
+                () = activity.changed() => {}
+                // For connections that have sent no request, and for HTTP/2: hyper limits the other waits.
+                () = sleep(idle_max), if is_idle => if activity.counts() == counts { return },
+            }
+        }
+    }
+}
+
 /// Protocol settings of a connection.
 struct Protocol {
     options: ListenerOptions,
@@ -240,26 +280,30 @@ struct Http {
 }
 
 impl Http {
-    fn new(head_timeout: Duration) -> Self {
+    fn new(head_timeout: Duration, streams_max: u32) -> Self {
         let mut builder = auto::Builder::new(TokioExecutor::new());
         let mut http1 = builder.http1();
         http1.timer(TokioTimer::new()).header_read_timeout(head_timeout).max_buf_size(HEAD_BYTES_MAX);
         let mut http2 = builder.http2();
-        http2.timer(TokioTimer::new()).max_header_list_size(HEAD_BYTES_MAX as u32).max_concurrent_streams(STREAMS_MAX);
+        http2.timer(TokioTimer::new()).max_header_list_size(HEAD_BYTES_MAX as u32).max_concurrent_streams(streams_max);
+        http2.initial_connection_window_size(WINDOW_BYTES).initial_stream_window_size(WINDOW_BYTES);
+        http2.max_send_buf_size(SEND_BYTES_MAX);
         Self { builder, idle_max: head_timeout }
     }
 }
 
 impl Protocol {
     fn new(options: ListenerOptions, routes: Router, handshakes_refused: Counter) -> Self {
-        let mut overflow_http = Http::new(options.head_timeout.min(OVERFLOW_HEAD_TIME_MAX));
+        let http = |head_timeout| Http::new(head_timeout, options.streams_max);
+        let mut overflow_http = http(options.head_timeout.min(OVERFLOW_HEAD_TIME_MAX));
         overflow_http.builder.http1().keep_alive(false);
-        Self { http: Http::new(options.head_timeout), overflow_http, options, handshakes_refused, routes }
+        Self { http: http(options.head_timeout), overflow_http, options, handshakes_refused, routes }
     }
 
     /// The same routes with other options. The acceptor enforces the number of connections.
     fn with(&self, options: ListenerOptions) -> Self {
-        let options = ListenerOptions { overflow: self.options.overflow.clone(), ..options };
+        let ListenerOptions { overflow, budget, .. } = self.options.clone();
+        let options = ListenerOptions { overflow, budget, ..options };
         Self::new(options, self.routes.clone(), self.handshakes_refused.clone())
     }
 
@@ -297,26 +341,13 @@ impl Protocol {
     where
         S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
     {
-        let service = service_fn(|request| respond(routes, request, &seen));
+        let service = service_fn(|request| self.respond(routes, request, &seen));
         // A client that reads anything within the time is never cut off, however slow. Reads are not affected.
         let mut stream = TimeoutWriter::new(stream);
         stream.set_timeout(Some(self.options.stall_max));
         let connection = http.builder.serve_connection_with_upgrades(TokioIo::new(Box::pin(stream)), service);
         tokio::pin!(connection);
-        let (mut drains, mut closes) = (seen.phase.clone(), seen.phase.clone());
-        let over = async {
-            tokio::select! {
-                biased;
-                () = until(&mut closes, |phase| phase == Phase::Closing) => {}
-                // Clients of HTTP/2 open another connection. Those of HTTP/1.1 see a header in the next response.
-                () = async {
-                    until(&mut drains, |phase| phase != Phase::Open).await;
-                    seen.client.until_http2().await;
-                } => {}
-                // For connections that have sent no request, and for HTTP/2: hyper limits the other waits.
-                () = seen.client.activity.idle_for(http.idle_max) => {}
-            }
-        };
+        let over = seen.over(http.idle_max);
         tokio::select! {
             biased;
             // The way a client disconnects is irrelevant.
@@ -327,24 +358,52 @@ impl Protocol {
             }
         }
     }
+
+    /// Serves a request that the budget permits. Further ones receive an error, or a reset if there are too many of them.
+    fn respond(
+        &self,
+        routes: &Router,
+        mut request: Request<Incoming>,
+        seen: &Seen,
+    ) -> impl Future<Output = Result<Response<impl Body<Data = Bytes, Error = axum::Error> + use<>>, h2::Error>> + use<>
+    {
+        let is_http2 = request.version() == Version::HTTP_2;
+        let (mut begun, refusal) = seen.client.begin(is_http2, head_bytes(&request));
+        let (phase, extensions) = (seen.phase.clone(), request.extensions_mut());
+        if is_http2 && *phase.borrow() != Phase::Open {
+            seen.client.notify();
+        }
+        extensions.insert(ConnectInfo(seen.peer));
+        let response = match (refusal, &self.options.overflow) {
+            (None, _) => Some(routes.clone().call(request)),
+            (Some(refusal), Some(Overflow { routes, .. })) if begun.is_answered() => {
+                extensions.insert(refusal.error());
+                Some(routes.clone().call(request))
+            }
+            (Some(_), _) => None,
+        };
+        async move {
+            let Some(response) = response else { return Err(h2::Reason::REFUSED_STREAM.into()) };
+            let Ok(mut response) = response.await;
+            if response.status() == StatusCode::UNAUTHORIZED {
+                begun.refuse();
+                if !begun.is_answered() {
+                    return Err(h2::Reason::REFUSED_STREAM.into());
+                }
+            }
+            if *phase.borrow() != Phase::Open && !is_http2 {
+                response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+            }
+            Ok(response.map(|body| keep_busy(body, begun)))
+        }
+    }
 }
 
-fn respond(
-    routes: &Router,
-    mut request: Request<Incoming>,
-    seen: &Seen,
-) -> impl Future<Output = Result<Response<impl Body<Data = Bytes, Error = axum::Error> + use<>>, Infallible>> + use<> {
-    request.extensions_mut().insert(ConnectInfo(seen.peer));
-    let is_http2 = request.version() == Version::HTTP_2;
-    let (begun, phase) = (seen.client.begin(is_http2), seen.phase.clone());
-    let response = routes.clone().call(request);
-    async move {
-        let mut response = response.await?;
-        if *phase.borrow() != Phase::Open && !is_http2 {
-            response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
-        }
-        Ok(response.map(|body| keep_busy(body, begun)))
-    }
+/// Length of a head with an allowance per field, as in HPACK.
+fn head_bytes(request: &Request<Incoming>) -> u64 {
+    let uri = request.uri().path_and_query().map_or(0, |path| path.as_str().len());
+    let fields = request.headers().iter().map(|(name, value)| name.as_str().len() + value.len() + 32);
+    (uri + fields.sum::<usize>()) as u64
 }
 
 /// Resolves in such a phase, or when the listener was dropped.

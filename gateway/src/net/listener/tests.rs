@@ -1,3 +1,4 @@
+use std::error::Error as _;
 use std::path::Path;
 
 use axum::body::Body;
@@ -12,6 +13,7 @@ use tokio_rustls::TlsConnector;
 
 use super::super::tls;
 use super::*;
+use crate::formats::openai::ApiError;
 use crate::observe::page::Metrics;
 
 /// Upper limit of every wait.
@@ -22,6 +24,8 @@ fn options(name: &'static str) -> ListenerOptions {
         name,
         connections_max: 100,
         overflow: None,
+        budget: None,
+        streams_max: 100,
         head_timeout: PATIENCE,
         stall_max: PATIENCE,
         tls: None,
@@ -35,8 +39,9 @@ async fn start(options: ListenerOptions, go: &Arc<Notify>) -> Listener {
         go.notified().await;
         "done"
     };
+    let unknown = async || (StatusCode::UNAUTHORIZED, "unknown");
     let peer = async |ConnectInfo(peer): ConnectInfo<SocketAddr>| peer.to_string();
-    let routes = Router::new().route("/", get(peer)).route("/hang", get(hang));
+    let routes = Router::new().route("/", get(peer)).route("/hang", get(hang)).route("/unknown", get(unknown));
     let socket = free_socket();
     Listener::start(socket, options, routes).expect("it has an address")
 }
@@ -257,4 +262,76 @@ async fn idle_connections_close_whatever_they_have_sent() {
         stream.write_all(sent.as_bytes()).await.expect("connected");
         assert_eq!(rest(&mut stream).await, "", "after {sent:?}");
     }
+}
+
+#[tokio::test]
+async fn responses_to_unknown_clients_have_a_small_share() {
+    // A sixteenth holds two of them.
+    let budget = RequestBudget::new(16 * 2 * (16 << 10), 100);
+    let options = ListenerOptions { budget: Some(budget), ..options("unknown") };
+    let listener = start(options, &Arc::default()).await;
+    let mut builder = hyper::client::conn::http2::Builder::new(TokioExecutor::new());
+    // The client takes no bodies.
+    let handshake = builder.initial_stream_window_size(0).handshake(TokioIo::new(connect(&listener).await));
+    let (mut client, connection) = handshake.await.expect("a handshake");
+    tokio::spawn(connection);
+    let mut send = async || {
+        let request = Request::get("http://test/unknown").body(Body::empty()).expect("a valid request");
+        timeout(PATIENCE, client.send_request(request)).await.expect("in time")
+    };
+    let held = [send().await.expect("a response"), send().await.expect("a response")];
+    assert!(held.iter().all(|response| response.status() == StatusCode::UNAUTHORIZED));
+    let reset = send().await.expect_err("no place");
+    let reason = reset.source().and_then(|error| error.downcast_ref::<h2::Error>()).and_then(h2::Error::reason);
+    assert_eq!(reason, Some(h2::Reason::REFUSED_STREAM));
+    // Others are served.
+    let mut other = connect(&listener).await;
+    let own = other.local_addr().expect("local address").to_string();
+    self::send(&mut other, "/").await;
+    answer(&mut other, &own).await;
+    drop(held);
+    let served = async { while send().await.is_err() {} };
+    timeout(PATIENCE, served).await.expect("its place is free");
+}
+
+#[tokio::test]
+async fn requests_above_the_budget_are_answered_by_the_overflow_routes() {
+    let go: Arc<Notify> = Arc::default();
+    let routes =
+        Router::new().route("/live", get(async || "live")).fallback(async |request: axum::extract::Request| {
+            match request.extensions().get::<ApiError>() {
+                Some(error) => error.code,
+                None => "no error",
+            }
+        });
+    let overflow = Some(Overflow { connections_max: 1, routes });
+    let options = ListenerOptions { overflow, budget: Some(RequestBudget::new(1 << 20, 1)), ..options("budget") };
+    let listener = start(options, &go).await;
+    let mut held = connect(&listener).await;
+    send(&mut held, "/hang").await;
+    let mut other = connect(&listener).await;
+    let refused = async {
+        loop {
+            send(&mut other, "/").await;
+            let body = read_some(&mut other).await;
+            if body.ends_with("request_budget_exhausted") {
+                return;
+            }
+        }
+    };
+    timeout(PATIENCE, refused).await.expect("the first request is in flight");
+    send(&mut other, "/live").await;
+    answer(&mut other, "live").await;
+    go.notify_one();
+    answer(&mut held, "done").await;
+    let own = other.local_addr().expect("local address").to_string();
+    let served = async {
+        loop {
+            send(&mut other, "/").await;
+            if read_some(&mut other).await.ends_with(&own) {
+                return;
+            }
+        }
+    };
+    timeout(PATIENCE, served).await.expect("its permit is free");
 }

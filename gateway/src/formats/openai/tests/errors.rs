@@ -130,7 +130,9 @@ fn of_proxy() -> Vec<ApiError> {
         ApiError::queue_timeout(),
         ApiError::token_count_unavailable(),
         ApiError::draining(),
-        ApiError::body_budget_exhausted(),
+        ApiError::request_budget_exhausted(),
+        ApiError::connection_overloaded(),
+        ApiError::heads_too_large(),
         ApiError::too_many_connections(),
         ApiError::internal(),
         request_options(&HeaderMap::from_iter([("x-pointsman-no-queue".parse().unwrap(), "x".parse().unwrap())]))
