@@ -19,9 +19,7 @@ use super::{metrics, reload, routes};
 use crate::formats::openai::ApiError;
 use crate::net::budget::RequestBudget;
 use crate::net::limits::{ADMIN_CONNECTIONS_MAX, ADMIN_STREAMS_MAX, OVERFLOW_CONNECTIONS_MAX, ProcessLimits};
-use crate::net::listener::{
-    Drained, ListenError, Listener, ListenerOptions, Overflow, PassedSockets, ReservedSockets,
-};
+use crate::net::listener::{Drained, ListenError, Listener, ListenerOptions, Overflow, PassedSockets, ReservedSockets};
 use crate::net::tls;
 use crate::net::upstream::{Upstream, WorkerTlsFiles, worker_tls};
 use crate::observe::metric::Metric;

@@ -204,8 +204,8 @@ constant_errors! {
     connection_overloaded = Self::overloaded("connection_overloaded",
         "the connection has too many requests in flight", Duration::from_secs(1));
     /// HTTP/2 connection above its limit of heads: 431.
-    heads_too_large = Self::new(StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE, ErrorType::InvalidRequest,
-        "heads_too_large", "the heads of the requests in flight on the connection are too large");
+    heads_too_large = Self::new(StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE, "heads_too_large",
+        "the heads of the requests in flight on the connection are too large");
     /// Exhausted budget of requests in flight: 503.
     request_budget_exhausted = Self::unavailable(StatusCode::SERVICE_UNAVAILABLE, "request_budget_exhausted",
         "the budget of requests in flight is exhausted").closing();

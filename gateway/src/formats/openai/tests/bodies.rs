@@ -1,8 +1,6 @@
 //! Parsing of bodies, by example.
 
-use crate::formats::openai::{
-    ApiError, ChatParts, ClientPrompt, Edits, Endpoint, FurtherPrompts, FurtherWork, RequestBody,
-};
+use crate::formats::openai::{ApiError, ChatParts, ClientPrompt, Endpoint, FurtherPrompts, FurtherWork, RequestBody};
 use axum::body::Bytes;
 
 const ALL: [Endpoint; 4] = [Endpoint::Chat, Endpoint::Completions, Endpoint::Embeddings, Endpoint::Responses];
