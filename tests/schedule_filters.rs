@@ -251,20 +251,19 @@ fn a_soft_session_can_be_overruled_by_cost() {
     assert_eq!((fleet.worker(0), fleet.worker(1)), (1, 0));
 }
 
-/// Every request of the session but the first is longer than the one before. The rank of the session has more load, and its
-/// learned speed is lower.
-fn ranks_of_a_growing_session(policy: Policy, has_events: bool) -> Vec<u64> {
+/// Whether the turns of a session leave its rank, which has this prefill ahead. Each turn is longer than the one before.
+fn ranks_of_a_growing_session(policy: Policy, blocks_ahead: u32, has_events: bool) -> Vec<u64> {
     let mut fleet = SimulatedFleet::new(RouterConfig { policy: policy.into(), ..config() }, 2);
     let turn = |blocks| SampleRequest { prompt: 3, blocks, ..SampleRequest::from(of_session("chat")) };
-    fleet.request(0, &turn(40));
+    fleet.request(0, &turn(4_000));
     let home = usize::try_from(fleet.worker(0)).expect("a position");
     fleet.free(0);
     if has_events {
         fleet.ranks[home].cells.holdings.publish(0, fleet.now);
     }
-    fleet.occupy(900, home as u64, 30);
+    fleet.occupy(900, home as u64, blocks_ahead);
     let later = (1..4).map(|n| {
-        fleet.request(n, &turn(40 + u32::try_from(n).expect("few")));
+        fleet.request(n, &turn(4_000 + u32::try_from(n).expect("few")));
         let worker = fleet.worker(n);
         fleet.free(n);
         worker
@@ -275,10 +274,11 @@ fn ranks_of_a_growing_session(policy: Policy, has_events: bool) -> Vec<u64> {
 
 #[test]
 fn the_context_of_a_session_counts_as_cached_on_a_rank_without_events() {
-    for policy in [Policy::Latency, Policy::Kv] {
-        assert_eq!(ranks_of_a_growing_session(policy, false), [0, 0, 0], "{policy:?}");
+    for (policy, blocks_ahead) in [(Policy::Latency, 4_500), (Policy::Kv, 3_000)] {
+        let moves = |has_events| ranks_of_a_growing_session(policy, blocks_ahead, has_events);
+        assert_eq!(moves(false), [0, 0, 0], "{policy:?}");
         // An index that follows events and has no block of the session shows that the rank has evicted them.
-        assert_eq!(ranks_of_a_growing_session(policy, true)[0], 1, "{policy:?}");
+        assert_eq!(moves(true)[0], 1, "{policy:?}");
     }
 }
 
