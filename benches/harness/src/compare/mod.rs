@@ -1,7 +1,7 @@
 //! Comparison of several policies on one workload.
 //!
-//! Defines the comparison and its computation from runs. Runs are paired by seed. The order of the contenders is
-//! reversed for every second seed, so that drift of the environment favours none of them. The caller executes the runs.
+//! Defines the comparison and its computation from runs. Runs are paired by seed. The caller executes
+//! the runs.
 
 pub(crate) mod command;
 mod contender;
@@ -48,28 +48,6 @@ pub struct Contender {
 }
 
 impl Comparison {
-    /// Runs each of `names` once for each of `seeds`.
-    ///
-    /// # Errors
-    /// Those of `run`.
-    pub fn run<E>(
-        names: &[String],
-        seeds: &[u64],
-        mut run: impl FnMut(&str, u64) -> Result<Summary, E>,
-    ) -> Result<Self, E> {
-        let mut runs: Vec<Vec<Summary>> = names.iter().map(|_| Vec::new()).collect();
-        for (turn, seed) in seeds.iter().enumerate() {
-            let mut order: Vec<usize> = (0..names.len()).collect();
-            if turn % 2 == 1 {
-                order.reverse();
-            }
-            for which in order {
-                runs[which].push(run(&names[which], *seed)?);
-            }
-        }
-        Ok(Self::of_runs(names.iter().cloned().zip(runs).collect()))
-    }
-
     /// Creates a comparison from existing runs: for each contender its runs, in the same order of seeds. A run is
     /// paired if the first contender has a run with the same seed at the same position.
     #[must_use]

@@ -21,24 +21,8 @@ pub(crate) fn summary(policy: &str, seed: u64, times: f64) -> Summary {
 }
 
 pub(crate) fn comparison(factors: &[(&str, f64)]) -> Comparison {
-    let names: Vec<String> = factors.iter().map(|(name, _)| (*name).to_owned()).collect();
-    let run = |name: &str, seed: u64| {
-        let factor = factors.iter().find(|(known, _)| *known == name).expect("a contender").1;
-        Ok::<_, ()>(summary(name, seed, factor * seed as f64))
-    };
-    Comparison::run(&names, &[1, 2, 3], run).expect("runs")
-}
-
-#[test]
-fn contenders_run_in_alternating_order() {
-    let mut order = Vec::new();
-    let names = ["kv".to_owned(), "random".to_owned()];
-    Comparison::run(&names, &[5, 6, 7], |name, seed| {
-        order.push(format!("{name} {seed}"));
-        Ok::<_, ()>(summary(name, seed, 1.0))
-    })
-    .expect("runs");
-    assert_eq!(order, ["kv 5", "random 5", "random 6", "kv 6", "kv 7", "random 7"]);
+    let runs = |factor: f64, name: &str| [1, 2, 3].map(|seed| summary(name, seed, factor * seed as f64)).to_vec();
+    Comparison::of_runs(factors.iter().map(|(name, factor)| ((*name).to_owned(), runs(*factor, name))).collect())
 }
 
 #[test]
