@@ -32,7 +32,7 @@ use pointsman_trial::workload::{VOCABULARY, Workload};
 
 use crate::measure::{Stopwatch, process_cpu};
 use crate::results::distribution::nearest_rank;
-use crate::results::{ClientHealth, Facts, Machine, Reporting, Run, Warmup, facts};
+use crate::results::{ClientHealth, Facts, Reporting, Run, Warmup};
 use crate::source::Source;
 use crate::{Failed, unusable};
 use body::{Api, Extra, Form};
@@ -112,25 +112,11 @@ impl Load {
     /// of the figures and no errors.
     pub fn run(&self, out: impl Write, warnings_out: impl Write) -> Result<(), Failed> {
         let workload = self.workload()?;
-        let (name, checksum) = (workload.name.clone(), workload.trace_checksum.clone());
+        let policy = self.label.as_ref().unwrap_or(&self.url).clone();
+        let facts = self.reporting.facts(policy, self.seed, &workload);
         let runtime = crate::runtime(self.threads.unwrap_or_else(|| cores().min(4)))?;
         let (run, client) = runtime.block_on(self.send(workload))?;
-        let facts = Facts {
-            policy: self.label.as_ref().unwrap_or(&self.url).clone(),
-            // An endpoint does not report its predictions.
-            consults_index: false,
-            workers: 0,
-            dp_size: 0,
-            seed: self.seed,
-            workload: name,
-            trace_checksum: checksum,
-            command: facts::command_line(),
-            machine: Machine::read(),
-            commit: facts::commit(),
-            limits: self.reporting.limits(),
-            client: Some(client),
-            series: self.reporting.series,
-        };
+        let facts = Facts { client: Some(client), ..facts };
         self.reporting.finish(&run, &facts, out, warnings_out)
     }
 

@@ -23,12 +23,16 @@ pub(super) fn read(paths: &[PathBuf]) -> Result<Vec<Row>, Failed> {
     let mut sections = Vec::new();
     let mut single = Vec::new();
     for path in paths {
-        let json = |source| no_results(path, &source);
         for value in serde_json::Deserializer::from_str(&text(path)?).into_iter::<Value>() {
-            match kind(path, value.map_err(json)?)? {
-                Kind::Summary(run) => single.push(*run),
-                Kind::Comparison(comparison) => sections.push(section(comparison)),
-                Kind::Suite(suite) => sections.extend(suite.rows),
+            let no_results = |source| format!("{} contains no results: {source}", path.display());
+            let value = value.map_err(no_results)?;
+            check_version(path, &value)?;
+            if value.get("rows").is_some() {
+                sections.extend(Suite::deserialize(value).map_err(no_results)?.rows);
+            } else if value.get("contenders").is_some() {
+                sections.push(section(Comparison::deserialize(value).map_err(no_results)?));
+            } else {
+                single.push(Summary::deserialize(value).map_err(no_results)?);
             }
         }
     }
@@ -54,30 +58,13 @@ fn text(path: &Path) -> Result<String, Failed> {
     Ok(text)
 }
 
-enum Kind {
-    Summary(Box<Summary>),
-    Comparison(Comparison),
-    Suite(Suite),
-}
-
-fn kind(path: &Path, value: Value) -> Result<Kind, Failed> {
+fn check_version(path: &Path, value: &Value) -> Result<(), Failed> {
     let found = value["schema_version"].as_u64().unwrap_or_default();
-    if found != u64::from(SCHEMA_VERSION) {
-        let path = path.display();
-        return Err(format!("{path}: schema_version is {found}, this program reads {SCHEMA_VERSION}").into());
+    if found == u64::from(SCHEMA_VERSION) {
+        return Ok(());
     }
-    let kind = if value.get("rows").is_some() {
-        Suite::deserialize(value).map(Kind::Suite)
-    } else if value.get("contenders").is_some() {
-        Comparison::deserialize(value).map(Kind::Comparison)
-    } else {
-        Summary::deserialize(value).map(|run| Kind::Summary(Box::new(run)))
-    };
-    kind.map_err(|source| no_results(path, &source))
-}
-
-fn no_results(path: &Path, source: &serde_json::Error) -> Failed {
-    format!("{} contains no results: {source}", path.display()).into()
+    let path = path.display();
+    Err(format!("{path}: schema_version is {found}, this program reads {SCHEMA_VERSION}").into())
 }
 
 /// Groups runs of the same workload and fleet into comparisons; the first policy of a group is the reference. The name

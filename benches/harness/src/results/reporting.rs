@@ -7,8 +7,10 @@ use std::io::Write;
 
 use clap::Args;
 
+use pointsman_trial::workload::Workload;
+
 use super::goodput::Limits;
-use super::{Facts, Run, Summary};
+use super::{Facts, Machine, Run, Summary, facts};
 use crate::Failed;
 
 /// Output options of a run.
@@ -40,9 +42,28 @@ fn positive_ms(text: &str) -> Result<f64, String> {
 
 impl Reporting {
     /// Limits for [`Facts::limits`].
-    #[must_use]
-    pub fn limits(&self) -> Limits {
+    fn limits(&self) -> Limits {
         Limits { ttft_ms: self.ttft_limit_ms, itl_ms: self.itl_limit_ms }
+    }
+
+    /// Facts of a run of `workload` on this machine. Those of a simulated fleet and of a client are unknown.
+    #[must_use]
+    pub fn facts(&self, policy: String, seed: u64, workload: &Workload) -> Facts {
+        Facts {
+            policy,
+            consults_index: false,
+            workers: 0,
+            dp_size: 0,
+            seed,
+            workload: workload.name.clone(),
+            trace_checksum: workload.trace_checksum.clone(),
+            command: facts::command_line(),
+            machine: Machine::read(),
+            commit: facts::commit(),
+            limits: self.limits(),
+            client: None,
+            series: self.series,
+        }
     }
 
     /// Summarizes `run`, writes its warnings to `warnings_out` and its figures to `out`.

@@ -45,7 +45,7 @@ pub use cli::{EngineFigures, EngineSpec, FleetArguments, Simulate};
 
 use crate::Failed;
 use crate::fleet::{Setup, policy_name};
-use crate::results::{Facts, Machine, Reporting, Run, facts};
+use crate::results::{Facts, Reporting, Run};
 use crate::targets::{Target, not_started};
 use driver::Driver;
 use time::VirtualTime;
@@ -58,19 +58,10 @@ impl Setup {
     #[must_use]
     pub fn facts(&self, workload: &Workload, reporting: &Reporting) -> Facts {
         Facts {
-            policy: policy_name(self.router.policy),
             consults_index: self.router_config().is_ok_and(|config| config.has_index()),
             workers: self.fleet.workers,
             dp_size: self.fleet.dp_size,
-            seed: self.router.seed,
-            workload: workload.name.clone(),
-            trace_checksum: workload.trace_checksum.clone(),
-            command: facts::command_line(),
-            machine: Machine::read(),
-            commit: facts::commit(),
-            limits: reporting.limits(),
-            client: None,
-            series: reporting.series,
+            ..reporting.facts(policy_name(self.router.policy), self.router.seed, workload)
         }
     }
 }
