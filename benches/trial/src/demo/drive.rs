@@ -12,6 +12,7 @@ use std::time::Duration;
 use hyper::Uri;
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep};
 
+use super::fleet::MODEL;
 use super::progress::Progress;
 use super::workload::ClientScripts;
 use crate::driver::{Answer, Client, ClientOptions, Clock, Exchange, HttpClient, TimerLag, drive};
@@ -38,35 +39,23 @@ pub(super) struct Driven {
     pub(super) lags: Vec<Duration>,
 }
 
-/// Address, model and pace for the requests.
-#[derive(Clone, Debug)]
-pub(super) struct Target {
-    pub(super) address: SocketAddr,
-    pub(super) model: String,
-    /// Divisor of start and think times; 0 disables both.
-    pub(super) time_scale: f64,
-}
-
-/// A client of one run, or of pages.
-pub(super) fn http(connections_max: usize) -> HttpClient {
-    let connections_max = u32::try_from(connections_max).unwrap_or(u32::MAX);
-    let options = ClientOptions { timeout: PATIENCE, connections_max, ..ClientOptions::default() };
-    HttpClient::new(&options).expect("no option can be invalid")
-}
-
-/// URL of a page.
-pub(super) fn uri(address: SocketAddr, path: &str) -> Uri {
-    format!("http://{address}{path}").parse().expect("paths are written here, and addresses are ASCII")
-}
-
 /// Sends the whole workload and returns after the last answer.
-pub(super) async fn run(workload: &Arc<ClientScripts>, target: &Target, progress: &Progress, label: &str) -> Driven {
+///
+/// Start and think times are divided by `time_scale`; 0 disables both.
+pub(super) async fn run(
+    workload: &Arc<ClientScripts>,
+    (address, time_scale): (SocketAddr, f64),
+    progress: &Progress,
+    label: &str,
+) -> Driven {
     let (planned, begun, lag) = (workload.requests(), Instant::now(), TimerLag::start());
+    let connections_max = u32::try_from(workload.sessions.len()).unwrap_or(u32::MAX);
+    let options = ClientOptions { timeout: PATIENCE, connections_max, ..ClientOptions::default() };
     let shared = Arc::new(Shared {
         workload: Arc::clone(workload),
-        http: http(workload.sessions.len()),
-        uri: uri(target.address, "/v1/chat/completions"),
-        target: target.clone(),
+        http: HttpClient::new(&options).expect("no option can be invalid"),
+        uri: format!("http://{address}/v1/chat/completions").parse().expect("addresses are ASCII"),
+        time_scale,
         clock: Clock::start(),
         done: AtomicUsize::new(0),
     });
@@ -95,7 +84,7 @@ struct Shared {
     workload: Arc<ClientScripts>,
     http: HttpClient,
     uri: Uri,
-    target: Target,
+    time_scale: f64,
     clock: Clock,
     /// Number of ended requests.
     done: AtomicUsize,
@@ -103,8 +92,8 @@ struct Shared {
 
 impl Shared {
     async fn rest(&self, ms: u32) {
-        if self.target.time_scale > 0.0 {
-            sleep(Duration::from_secs_f64(f64::from(ms) / 1e3 / self.target.time_scale)).await;
+        if self.time_scale > 0.0 {
+            sleep(Duration::from_secs_f64(f64::from(ms) / 1e3 / self.time_scale)).await;
         }
     }
 }
@@ -145,7 +134,7 @@ impl Client for DemoClient {
             shared.rest(start_ms).await;
         }
         let turn = &conversation.turns[self.answers.len()];
-        let body = conversation.body(&shared.target.model, &self.answers);
+        let body = conversation.body(MODEL, &self.answers);
         self.driven.digest = self.driven.digest.wrapping_add(fnv1a(&body));
         let answer = Answer::with_content();
         let mut exchange = shared.http.exchange(&shared.uri, body, shared.clock, answer).await;
@@ -195,8 +184,8 @@ mod tests {
         let config =
             MockConfig { data_parallel_size: 2, kv_blocks: 1024, time_scale: 0.0, faults, ..Default::default() };
         let engine = MockEngine::start(config).await.expect("the engine starts");
-        let target = Target { address: engine.address(), model: "mock".to_owned(), time_scale: 0.0 };
-        let driven = run(&Arc::new(ClientScripts::new(3, 2, 7)), &target, &Progress::silent(), "test").await;
+        let scripts = Arc::new(ClientScripts::new(3, 2, 7));
+        let driven = run(&scripts, (engine.address(), 0.0), &Progress::silent(), "test").await;
         engine.shutdown().await;
         driven
     }

@@ -5,8 +5,8 @@
 use serde::Serialize;
 
 use super::drive::Driven;
-use super::fleet::RankWork;
 use crate::driver::{Answer, Exchange};
+use crate::mock::RankCounters;
 
 /// Mean and percentiles of a set of times in milliseconds; all 0 if the set is empty.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
@@ -57,7 +57,7 @@ pub struct Figures {
 
 impl Figures {
     /// Computes the figures of a run. Times are multiplied by `time_scale` (virtual seconds per real second).
-    pub(super) fn of(policy: &str, driven: &Driven, ranks: &[RankWork], planned: usize, time_scale: f64) -> Self {
+    pub(super) fn of(policy: &str, driven: &Driven, ranks: &[RankCounters], planned: usize, time_scale: f64) -> Self {
         // At full speed there is no virtual pace to convert to.
         let pace = if time_scale > 0.0 { time_scale } else { 1.0 };
         let exchanges = &driven.exchanges;
@@ -76,8 +76,8 @@ impl Figures {
             prompt_tokens,
             cached_tokens,
             hit_rate: ratio(cached_tokens, prompt_tokens),
-            spread_requests: spread(ranks.iter().map(|rank| rank.requests)),
-            spread_computed: spread(ranks.iter().map(|rank| rank.prompt_tokens.saturating_sub(rank.cached_tokens))),
+            spread_requests: spread(ranks.iter().map(|rank| rank.requests_finished)),
+            spread_computed: spread(ranks.iter().map(|rank| rank.prompt_tokens.saturating_sub(rank.cache_hits))),
             run_seconds: driven.took.as_secs_f64(),
             timer_lag: Times::of(driven.lags.iter().map(|lag| lag.as_micros() as u64), 1.0),
             requests_digest: format!("{:016x}", driven.digest),

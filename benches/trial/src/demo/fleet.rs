@@ -10,9 +10,8 @@ use pointsman::protocol::{KvEventsConfig, WorkerConfig, WorkerId};
 use pointsman::{NamedWorker, Router, RouterConfig, StreamState};
 use tokio::time::{Instant, sleep};
 
-use super::drive::{http, uri};
 use super::{DemoConfig, DemoError, DemoGateway, GatewaySetup, LivePage, Run};
-use crate::mock::{EngineRole, HandoverProtocol, MockConfig, MockEngine};
+use crate::mock::{EngineRole, HandoverProtocol, MockConfig, MockEngine, RankCounters};
 
 /// Name of the served model.
 pub(super) const MODEL: &str = "mock";
@@ -42,34 +41,6 @@ const IDLE_MAX_MS: u64 = 3_600_000;
 
 /// Time allowed for requests in flight when the gateway shuts down.
 const DRAIN_MAX: Duration = Duration::from_secs(5);
-
-/// Work of one rank, from the engine's own counters.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct RankWork {
-    pub(super) requests: u64,
-    pub(super) prompt_tokens: u64,
-    pub(super) cached_tokens: u64,
-}
-
-impl RankWork {
-    fn read(page: &str, rank: u16) -> Self {
-        Self {
-            requests: counter(page, "vllm:request_success_total", rank),
-            prompt_tokens: counter(page, "vllm:prompt_tokens_total", rank),
-            cached_tokens: counter(page, "vllm:prefix_cache_hits_total", rank),
-        }
-    }
-}
-
-/// Counter of a rank on a mock engine's Prometheus page; 0 if it is absent.
-fn counter(page: &str, name: &str, rank: u16) -> u64 {
-    let of_rank = format!("engine=\"{rank}\"");
-    let mut values = page.lines().filter_map(|line| {
-        let (labels, value) = line.strip_prefix(name)?.strip_prefix('{')?.rsplit_once("} ")?;
-        labels.split(',').any(|label| label == of_rank).then(|| value.parse::<f64>().ok())?
-    });
-    values.next().map_or(0, |value| value as u64)
-}
 
 /// Mock engines and the gateway in front of them.
 pub(super) struct Fleet<G> {
@@ -108,16 +79,9 @@ impl<G: DemoGateway> Fleet<G> {
         &self.engines
     }
 
-    /// Work of each rank, from the engines' metrics pages.
-    pub(super) async fn work(&self) -> Result<Vec<RankWork>, DemoError> {
-        let (http, mut all) = (http(1), Vec::new());
-        for engine in &self.engines {
-            let page = http.fetch(&uri(engine.address(), "/metrics"), None).await;
-            let (_, page) = page.map_err(|error| DemoError::Metrics(error.to_string()))?;
-            let page = String::from_utf8_lossy(&page);
-            all.extend((0..RANKS).map(|rank| RankWork::read(&page, rank)));
-        }
-        Ok(all)
+    /// Counters of every rank.
+    pub(super) fn work(&self) -> Vec<RankCounters> {
+        self.engines.iter().flat_map(|engine| (0..RANKS).map(|rank| engine.counters(rank))).collect()
     }
 
     pub(super) async fn shutdown(self) {
@@ -201,20 +165,4 @@ fn worker(engine: &MockEngine, id: u64) -> NamedWorker {
         ..WorkerConfig::at(engine.url())
     };
     NamedWorker { id: Some(WorkerId(id)), config, probe: false }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn rank_counters_are_read_from_the_metrics_page() {
-        let page = "# HELP vllm:prompt_tokens_total Prompt tokens.\n# TYPE vllm:prompt_tokens_total counter\n\
-            vllm:prompt_tokens_total{model_name=\"mock\",engine=\"0\"} 70\n\
-            vllm:prompt_tokens_total{model_name=\"mock\",engine=\"1\"} 71\n\
-            vllm:request_success_total{engine=\"1\",model_name=\"mock\"} 3\n";
-        assert_eq!(RankWork::read(page, 1), RankWork { requests: 3, prompt_tokens: 71, cached_tokens: 0 });
-        assert_eq!(RankWork::read(page, 0).prompt_tokens, 70);
-        assert_eq!(RankWork::read(page, 10), RankWork::default());
-    }
 }

@@ -29,7 +29,6 @@ pub use progress::Progress;
 pub use report::Report;
 
 use crate::mock::MockError;
-use drive::Target;
 use fleet::Fleet;
 use workload::{ClientScripts, TURNS};
 
@@ -148,9 +147,6 @@ pub enum DemoError {
     /// The gateway did not read the KV events of all ranks in time.
     #[error("the gateway is not ready: {0}")]
     NotReady(String),
-    /// The metrics of an engine could not be read.
-    #[error("cannot read an engine's metrics: {0}")]
-    Metrics(String),
 }
 
 /// Settings of the demo's gateway. All other settings are defaults. The gateway listens on a free loopback port.
@@ -261,11 +257,10 @@ impl<G: DemoGateway> Demo<G> {
     /// Sends further conversations without an end.
     pub async fn keep_busy(&self) {
         let pace = Some(self.config.pace()).filter(|pace| *pace > 0.0).unwrap_or(PACES[0]);
-        let target = Target { address: self.fleet.address(), model: fleet::MODEL.to_owned(), time_scale: pace };
         for round in 1.. {
             let seed = self.config.seed.wrapping_add(round);
             let workload = Arc::new(ClientScripts::new(seed, self.config.clients, self.config.requests));
-            drive::run(&workload, &target, &Progress::silent(), "").await;
+            drive::run(&workload, (self.fleet.address(), pace), &Progress::silent(), "").await;
         }
     }
 
@@ -307,8 +302,6 @@ async fn run_one<G: DemoGateway>(
     let name = run.name;
     progress.print(&format!("{name}: starting {} engines and the gateway", fleet::ENGINES));
     let fleet = Fleet::start(config, run).await?;
-    let target = Target { address: fleet.address(), model: fleet::MODEL.to_owned(), time_scale: config.pace() };
-    let driven = drive::run(workload, &target, progress, name).await;
-    let ranks = fleet.work().await?;
-    Ok((Figures::of(name, &driven, &ranks, workload.requests(), config.pace()), fleet))
+    let driven = drive::run(workload, (fleet.address(), config.pace()), progress, name).await;
+    Ok((Figures::of(name, &driven, &fleet.work(), workload.requests(), config.pace()), fleet))
 }

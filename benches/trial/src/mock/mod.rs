@@ -26,4 +26,5 @@ pub use faults::{Fault, FaultBoard, Faults, Scope};
 pub(crate) use flags::of_flags;
 pub use handover::{EngineRole, HandoverCounters, HandoverProtocol, LoadFailure};
 pub use process::MockEngine;
+pub use rank::RankCounters;
 pub use tokenizer::{chat_text, detokenize, tokenize};

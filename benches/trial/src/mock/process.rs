@@ -9,6 +9,7 @@ use super::engine::{Engine, MockError, endpoint};
 use super::faults::{FaultBoard, Faults};
 use super::handover::HandoverCounters;
 use super::http::{self, Server};
+use super::rank::RankCounters;
 use crate::engine::{Block, Tier};
 use crate::kv_events::EventFormat;
 
@@ -105,6 +106,12 @@ impl MockEngine {
     #[must_use]
     pub fn events_published(&self, rank: u16) -> u64 {
         self.engine.rank(rank).events_published()
+    }
+
+    /// Counters of a rank since the last restart.
+    #[must_use]
+    pub fn counters(&self, rank: u16) -> RankCounters {
+        self.engine.rank(rank).counters()
     }
 
     /// Returns whether no request is running and every event is published, including events held back by faults.

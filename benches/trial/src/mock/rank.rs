@@ -45,12 +45,15 @@ pub(crate) enum NotTaken {
 
 /// Sums over an incarnation of a rank: requests for the last one, tokens for the others.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Counters {
-    pub(crate) cache_queries: u64,
-    pub(crate) cache_hits: u64,
-    pub(crate) prompt_tokens: u64,
-    pub(crate) generation_tokens: u64,
-    pub(crate) requests_finished: u64,
+pub struct RankCounters {
+    /// Prompt tokens, each looked up in the cache once.
+    pub prompt_tokens: u64,
+    /// Prompt tokens found in the cache.
+    pub cache_hits: u64,
+    /// Generated tokens.
+    pub generation_tokens: u64,
+    /// Finished requests.
+    pub requests_finished: u64,
 }
 
 /// Driver of one incarnation of one rank.
@@ -73,7 +76,7 @@ struct DriverState {
     requests: BTreeMap<u64, RunningRequest>,
     /// Events that do not belong to a step.
     loose_events: Vec<CacheEvent>,
-    counters: Counters,
+    counters: RankCounters,
     clock_us: u64,
     /// True from the start of a step until all its results are delivered.
     is_busy: bool,
@@ -120,7 +123,7 @@ impl RankDriver {
             encoder,
             requests: BTreeMap::new(),
             loose_events: Vec::new(),
-            counters: Counters::default(),
+            counters: RankCounters::default(),
             clock_us: 0,
             is_busy: false,
             is_stopped: false,
@@ -201,7 +204,7 @@ impl RankDriver {
         self.lock().model.load()
     }
 
-    pub(crate) fn counters(&self) -> Counters {
+    pub(crate) fn counters(&self) -> RankCounters {
         self.lock().counters
     }
 
@@ -324,7 +327,6 @@ impl RankDriver {
             state.counters.generation_tokens += 1;
             if output.first {
                 state.counters.prompt_tokens += prompt_tokens;
-                state.counters.cache_queries += prompt_tokens;
                 // Transferred tokens are no hits of this rank's cache.
                 state.counters.cache_hits += u64::from(output.cached_tokens - output.transferred_tokens);
             }

@@ -219,7 +219,7 @@ const METRICS: &[Metric] = &[
     ("vllm:num_requests_waiting", "gauge", "Requests that wait.", |rank| rank.load().waiting.into()),
     ("vllm:kv_cache_usage_perc", "gauge", "Used share of the KV cache, 0 to 1.", |rank| rank.load().kv_usage),
     ("vllm:prefix_cache_queries_total", "counter", "Prompt tokens looked up in the cache.", |rank| {
-        rank.counters().cache_queries as f64
+        rank.counters().prompt_tokens as f64
     }),
     ("vllm:prefix_cache_hits_total", "counter", "Prompt tokens found in the cache.", |rank| {
         rank.counters().cache_hits as f64
