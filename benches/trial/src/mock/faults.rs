@@ -96,20 +96,10 @@ impl Faults {
     /// # Errors
     /// The first invalid field with its value.
     pub fn validate(&self) -> Result<(), String> {
-        let shares = [
-            ("hang_share", self.hang_share),
-            ("reset_share", self.reset_share),
-            ("status_share", self.status_share),
-            ("garbage_share", self.garbage_share),
-            ("cut_share", self.cut_share),
-            ("stall_share", self.stall_share),
-            ("drop_share", self.drop_share),
-            ("duplicate_share", self.duplicate_share),
-            ("reorder_share", self.reorder_share),
-            ("mangle_share", self.mangle_share),
-            ("omit_removal_share", self.omit_removal_share),
-        ];
-        if let Some((name, share)) = shares.into_iter().find(|(_, share)| !(0.0..=1.0).contains(share)) {
+        let fields = serde_json::to_value(self).map_err(|error| error.to_string())?;
+        let shares = fields.as_object().into_iter().flatten().filter(|(name, _)| name.ends_with("_share"));
+        let mut shares = shares.map(|(name, share)| (name, share.as_f64().unwrap_or(f64::NAN)));
+        if let Some((name, share)) = shares.find(|(_, share)| !(0.0..=1.0).contains(share)) {
             return Err(format!("{name} is {share}: a share is from 0 to 1"));
         }
         if !(400..=599).contains(&self.status) {

@@ -6,15 +6,16 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tokio::sync::{Notify, oneshot, watch};
 use tokio::time::{Instant, sleep_until};
 
 use super::ledger::{Claim, Grant, HandoverCounters, Ledger, Refusal};
-use super::transfer::Push;
+use super::transfer::{self, Push, TransferError};
 use super::{EngineFacts, LoadFailure};
+use crate::driver::{ClientOptions, HttpClient};
 use crate::mock::rank::RequestGuard;
 
 /// Blocks of a finished prefill, freed on drop.
@@ -33,9 +34,11 @@ pub(crate) struct HandoverBoard {
     state: Mutex<BoardState>,
     /// Notified at every change that a wait may depend on.
     changed: Notify,
-    this: Weak<Self>,
+    /// Connections to other engines, one per transfer.
+    client: HttpClient,
 }
 
+#[derive(Default)]
 struct BoardState {
     ledger: Ledger<HeldBlocks>,
     /// Pushed transfers without a decode leg, with their deadlines.
@@ -60,21 +63,15 @@ pub(crate) enum NoResult {
 
 impl HandoverBoard {
     pub(crate) fn new(facts: EngineFacts, failure: LoadFailure, lease: Duration) -> Arc<Self> {
-        Arc::new_cyclic(|this| Self {
+        let options = ClientOptions { timeout: lease, connections_max: 0, ..ClientOptions::default() };
+        Arc::new(Self {
             facts,
             failure,
             lease,
             started: Instant::now(),
-            state: Mutex::new(BoardState {
-                ledger: Ledger::new(),
-                arrivals: BTreeMap::new(),
-                decodes: BTreeSet::new(),
-                aborts: BTreeMap::new(),
-                epoch: 0,
-                engine_id: random(),
-            }),
+            state: Mutex::new(BoardState { engine_id: random(), ..BoardState::default() }),
             changed: Notify::new(),
-            this: Weak::clone(this),
+            client: HttpClient::new(&options).expect("no option can be invalid"),
         })
     }
 
@@ -122,7 +119,7 @@ impl HandoverBoard {
     }
 
     /// Registers a request until the guard is dropped. `rid` is the name of the request for [`Self::abort`].
-    pub(crate) fn run(&self, rid: Option<&str>) -> RunningLeg {
+    pub(crate) fn run(self: &Arc<Self>, rid: Option<&str>) -> RunningLeg {
         let mut state = self.lock();
         state.ledger.counters.running_now += 1;
         let abort = Arc::new(watch::Sender::new(false));
@@ -130,14 +127,7 @@ impl HandoverBoard {
         if let Some(rid) = &rid {
             state.aborts.insert(rid.clone(), Arc::clone(&abort));
         }
-        RunningLeg {
-            board: self.this.clone(),
-            epoch: state.epoch,
-            rid,
-            abort,
-            decode_key: None,
-            is_torn_by_drop: false,
-        }
+        RunningLeg { board: Arc::clone(self), epoch: state.epoch, rid, abort, decode_key: None, is_torn_by_drop: false }
     }
 
     /// Aborts the request with this id. Returns whether it exists.
@@ -150,12 +140,12 @@ impl HandoverBoard {
     }
 
     /// Opens a transfer for a prefill leg; none if the key is in use.
-    pub(crate) fn open(&self, key: &str) -> Option<OpenTransfer> {
+    pub(crate) fn open(self: &Arc<Self>, key: &str) -> Option<OpenTransfer> {
         self.expire();
         let mut state = self.lock();
         let is_open = state.ledger.open(key);
         let transfer =
-            OpenTransfer { board: self.this.clone(), key: key.to_owned(), epoch: state.epoch, closes_on_drop: true };
+            OpenTransfer { board: Arc::clone(self), key: key.to_owned(), epoch: state.epoch, closes_on_drop: true };
         drop(state);
         self.changed.notify_waiters();
         if is_open {
@@ -171,7 +161,7 @@ impl HandoverBoard {
     /// See [`Refusal`]. A claim that waits is never pending: it is unknown at its timeout.
     pub(crate) async fn claim(&self, claim: &Claim) -> Result<Grant, Refusal> {
         let epoch = self.lock().epoch;
-        let mut connected = Connected { board: self, key: &claim.key, is_connected: false };
+        let mut connection = None;
         let unknown = || Refusal::Unknown(claim.key.clone());
         let claimed = self.wait(epoch, |state| {
             match state.ledger.claim(claim) {
@@ -180,17 +170,25 @@ impl HandoverBoard {
                 result => return Some(result),
             }
             // Its prefill leg may have been replaced by another one with the same key.
-            if state.ledger.set_connected(&claim.key, true) {
-                connected.is_connected = true;
+            if state.ledger.connect(&claim.key, &mut connection) {
                 self.changed.notify_waiters();
             }
             None
         });
         let (grant, blocks) = claimed.await.unwrap_or_else(|_| Err(unknown()))?;
-        connected.is_connected = false;
         // The prefill leg may have left.
         let _ = blocks.claimed.send(());
         Ok(grant)
+    }
+
+    /// Claims a transfer at the prefill engine at `address`, at most for the lease time.
+    pub(crate) async fn claim_at(&self, address: &str, claim: &Claim) -> Result<Grant, TransferError> {
+        transfer::claim(&self.client, address, claim).await
+    }
+
+    /// Pushes a transfer to the decode engine at `address`, at most for the lease time. Returns whether it took it.
+    pub(crate) async fn push_to(&self, address: &str, push: &Push) -> bool {
+        transfer::push(&self.client, address, push).await
     }
 
     /// Stores a pushed transfer until its decode leg takes it.
@@ -254,26 +252,9 @@ impl HandoverBoard {
     }
 }
 
-/// Records that a claim waits, until it is dropped.
-struct Connected<'a> {
-    board: &'a HandoverBoard,
-    key: &'a str,
-    is_connected: bool,
-}
-
-impl Drop for Connected<'_> {
-    fn drop(&mut self) {
-        if self.is_connected {
-            self.board.lock().ledger.set_connected(self.key, false);
-            // Another claim of the same transfer may wait.
-            self.board.changed.notify_waiters();
-        }
-    }
-}
-
 /// Transfer of a prefill leg. Closed on drop unless it is left open.
 pub(crate) struct OpenTransfer {
-    board: Weak<HandoverBoard>,
+    board: Arc<HandoverBoard>,
     pub(crate) key: String,
     epoch: u64,
     closes_on_drop: bool,
@@ -290,14 +271,13 @@ pub(crate) struct HeldTransfer {
 impl OpenTransfer {
     /// Waits until a decode engine has connected.
     pub(crate) async fn connected(&self) -> Result<(), NoResult> {
-        let Some(board) = self.board.upgrade() else { return Err(NoResult::Restarted) };
-        board.wait(self.epoch, |state| state.ledger.is_connected(&self.key)?.then_some(())).await
+        self.board.wait(self.epoch, |state| state.ledger.is_connected(&self.key).then_some(())).await
     }
 
     /// Holds the blocks of the finished prefill until they are claimed, at most for the lease time; none if the engine
     /// restarted.
     pub(crate) fn hold(&self, grant: Grant, prompt: u64, guard: RequestGuard) -> Option<HeldTransfer> {
-        let board = self.board.upgrade()?;
+        let board = &self.board;
         let deadline = Instant::now() + board.lease;
         let expiry_ms = board.now_ms().saturating_add(u64::try_from(board.lease.as_millis()).unwrap_or(u64::MAX));
         let (sender, claimed) = oneshot::channel();
@@ -311,7 +291,7 @@ impl OpenTransfer {
         drop(state);
         held.ok()?;
         board.changed.notify_waiters();
-        let weak = Weak::clone(&self.board);
+        let weak = Arc::downgrade(board);
         tokio::spawn(async move {
             // Timers have a resolution of a millisecond, and the deadline is rounded down to one.
             sleep_until(deadline + Duration::from_millis(1)).await;
@@ -324,9 +304,7 @@ impl OpenTransfer {
 
     /// Reason for a transfer that ended without a claim.
     pub(crate) fn unclaimed(&self) -> NoResult {
-        let board = self.board.upgrade();
-        let is_current = board.is_some_and(|board| board.lock().epoch == self.epoch);
-        if is_current { NoResult::Timeout } else { NoResult::Restarted }
+        if self.board.lock().epoch == self.epoch { NoResult::Timeout } else { NoResult::Restarted }
     }
 
     /// Leaves the transfer open after the end of its leg.
@@ -337,20 +315,19 @@ impl OpenTransfer {
 
 impl Drop for OpenTransfer {
     fn drop(&mut self) {
-        let Some(board) = self.board.upgrade().filter(|_| self.closes_on_drop) else { return };
-        let mut state = board.lock();
-        if state.epoch == self.epoch {
+        let mut state = self.board.lock();
+        if self.closes_on_drop && state.epoch == self.epoch {
             let lost = state.ledger.close(&self.key);
             drop(state);
             drop(lost);
-            board.changed.notify_waiters();
+            self.board.changed.notify_waiters();
         }
     }
 }
 
 /// A request in progress. Its drop ends it.
 pub(crate) struct RunningLeg {
-    board: Weak<HandoverBoard>,
+    board: Arc<HandoverBoard>,
     epoch: u64,
     rid: Option<String>,
     abort: Arc<watch::Sender<bool>>,
@@ -362,8 +339,7 @@ pub(crate) struct RunningLeg {
 impl RunningLeg {
     /// Begins the transfer of a decode leg. Returns false if another decode leg has the same key.
     pub(crate) fn begin_transfer(&mut self, key: &str) -> bool {
-        let Some(board) = self.board.upgrade() else { return false };
-        if !board.lock().decodes.insert(key.to_owned()) {
+        if !self.board.lock().decodes.insert(key.to_owned()) {
             return false;
         }
         self.decode_key = Some(key.to_owned());
@@ -389,8 +365,7 @@ impl RunningLeg {
 
 impl Drop for RunningLeg {
     fn drop(&mut self) {
-        let Some(board) = self.board.upgrade() else { return };
-        let mut state = board.lock();
+        let mut state = self.board.lock();
         state.ledger.counters.running_now -= 1;
         state.ledger.counters.torn += u64::from(self.is_torn_by_drop && state.epoch == self.epoch);
         if let Some(key) = &self.decode_key {

@@ -5,6 +5,7 @@
 //! the caller drops the pin `P` of a removed transfer, which frees the blocks in the cache.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
@@ -87,8 +88,8 @@ pub(crate) struct Ledger<P> {
 }
 
 struct Transfer<P> {
-    /// Whether a claim waits.
-    is_connected: bool,
+    /// Shared with the claims that wait.
+    connections: Arc<()>,
     held: Option<Held<P>>,
 }
 
@@ -100,17 +101,19 @@ struct Held<P> {
     pin: P,
 }
 
-impl<P> Ledger<P> {
-    pub(crate) fn new() -> Self {
+impl<P> Default for Ledger<P> {
+    fn default() -> Self {
         Self { transfers: BTreeMap::new(), counters: HandoverCounters::default() }
     }
+}
 
+impl<P> Ledger<P> {
     /// Opens a transfer when its prefill leg begins. Returns false if the key is in use.
     pub(crate) fn open(&mut self, key: &str) -> bool {
         if self.transfers.contains_key(key) {
             return false;
         }
-        self.transfers.insert(key.to_owned(), Transfer { is_connected: false, held: None });
+        self.transfers.insert(key.to_owned(), Transfer { connections: Arc::default(), held: None });
         true
     }
 
@@ -133,15 +136,17 @@ impl<P> Ledger<P> {
         Ok(())
     }
 
-    /// Records whether a claim waits. Returns whether that changed; false if the transfer is not open.
-    pub(crate) fn set_connected(&mut self, key: &str, is_connected: bool) -> bool {
-        let transfer = self.transfers.get_mut(key);
-        transfer.is_some_and(|transfer| std::mem::replace(&mut transfer.is_connected, is_connected) != is_connected)
+    /// Connects a claim, which waits as long as `connection` exists. Returns whether it was not connected to this transfer.
+    pub(crate) fn connect(&self, key: &str, connection: &mut Option<Arc<()>>) -> bool {
+        let Some(Transfer { connections, .. }) = self.transfers.get(key) else { return false };
+        let is_new = connection.as_ref().is_none_or(|known| !Arc::ptr_eq(known, connections));
+        *connection = Some(Arc::clone(connections));
+        is_new
     }
 
-    /// Whether a claim waits; none if the transfer is not open.
-    pub(crate) fn is_connected(&self, key: &str) -> Option<bool> {
-        self.transfers.get(key).map(|transfer| transfer.is_connected)
+    /// Whether a claim waits for an open transfer.
+    pub(crate) fn is_connected(&self, key: &str) -> bool {
+        self.transfers.get(key).is_some_and(|transfer| Arc::strong_count(&transfer.connections) > 1)
     }
 
     /// Claims a held transfer and removes it.

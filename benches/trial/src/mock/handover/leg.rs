@@ -50,12 +50,12 @@ pub(crate) enum Source {
     Push,
 }
 
-pub(super) fn text(params: &Map<String, Value>, name: &str) -> Result<String, String> {
+pub(crate) fn text(params: &Map<String, Value>, name: &str) -> Result<String, String> {
     let value = params.get(name).and_then(Value::as_str).filter(|text| !text.is_empty());
     value.map(str::to_owned).ok_or_else(|| format!("{name} is missing or not a string"))
 }
 
 /// An integer that fits the type.
-pub(super) fn number<T: TryFrom<u64>>(value: &Value) -> Option<T> {
+pub(crate) fn number<T: TryFrom<u64>>(value: &Value) -> Option<T> {
     value.as_u64().and_then(|number| T::try_from(number).ok())
 }

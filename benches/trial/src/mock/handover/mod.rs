@@ -1,25 +1,24 @@
 //! Disaggregated serving of the mock engine: one request, prefilled by one engine and decoded by another.
 //!
-//! Checks the rules of real engines and counts what they lose. [`rules`] classifies a request and rejects violations,
-//! [`params`] writes and verifies the parameters that a router copies between the legs, and [`ledger`] tracks the
-//! blocks of finished prefills; these three are pure. [`board`] is the state of one engine, and [`transfer`] the HTTP
-//! client of the block transfer. A transfer moves no data, because equal prompts have equal blocks, but takes its time.
+//! Checks the rules of real engines and counts what they lose. [`params`] writes and verifies the parameters that a router
+//! copies between the legs, and [`ledger`] tracks the blocks of finished prefills; both are pure. [`board`] is the state of
+//! one engine, and [`transfer`] the HTTP exchange of the block transfer. A transfer moves no data, because equal prompts have equal blocks, but takes its time.
 
 mod board;
 mod ledger;
 mod leg;
 mod params;
-mod rules;
 mod transfer;
+
+use std::net::SocketAddr;
 
 use clap::ValueEnum;
 
 pub(crate) use board::{HandoverBoard, NoResult, OpenTransfer, RunningLeg};
 pub(crate) use ledger::{Claim, Grant, Refusal};
-pub(crate) use leg::{DecodeLeg, Leg, PrefillLeg, Source};
-pub(crate) use params::{nixl_params, tensorrt_params};
-pub(crate) use rules::{EngineFacts, HandoverFields, LegFacts, classify};
-pub(crate) use transfer::{Push, TransferError, claim, push};
+pub(crate) use leg::{DecodeLeg, Leg, PrefillLeg, Source, number, text};
+pub(crate) use params::{nixl_claim, nixl_params, tensorrt_claim, tensorrt_params};
+pub(crate) use transfer::{Push, TransferError};
 
 pub use ledger::HandoverCounters;
 
@@ -63,6 +62,15 @@ pub enum LoadFailure {
     Recompute,
     /// The request fails with 500.
     Fail,
+}
+
+/// Configuration of the engine that the rules depend on.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct EngineFacts {
+    pub(crate) protocol: HandoverProtocol,
+    pub(crate) role: EngineRole,
+    pub(crate) address: SocketAddr,
+    pub(crate) ranks: u16,
 }
 
 impl HandoverProtocol {

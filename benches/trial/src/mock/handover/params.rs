@@ -67,7 +67,7 @@ pub(crate) fn nixl_params(key: &str, engine_id: &str, address: SocketAddr, grant
 ///
 /// # Errors
 /// A field is missing or changed.
-pub(super) fn nixl_claim(params: &Map<String, Value>) -> Result<DecodeLeg, String> {
+pub(crate) fn nixl_claim(params: &Map<String, Value>) -> Result<DecodeLeg, String> {
     if let Some(missing) = NIXL_FIELDS.iter().chain([&NIXL_SEAL]).find(|name| !params.contains_key(**name)) {
         return Err(format!("{missing} is missing in kv_transfer_params"));
     }
@@ -108,7 +108,7 @@ pub(crate) fn tensorrt_params(key: u64, address: SocketAddr, grant: &Grant) -> V
 ///
 /// # Errors
 /// A field is missing or changed.
-pub(super) fn tensorrt_claim(params: &Map<String, Value>) -> Result<DecodeLeg, String> {
+pub(crate) fn tensorrt_claim(params: &Map<String, Value>) -> Result<DecodeLeg, String> {
     let state = text(params, "encoded_opaque_state")?;
     let mismatch = || "disaggregated_params differ from those of the context leg".to_owned();
     if let Some(missing) = TENSORRT_FIELDS.iter().find(|name| !params.contains_key(**name)) {

@@ -154,6 +154,11 @@ pub(super) fn has_rank_header(headers: &HeaderMap) -> bool {
 
 type Aborted = Pin<Box<dyn Future<Output = ()> + Send>>;
 
+/// Value of the header `X-Request-Id`.
+pub(super) fn request_id(request: &Incoming) -> Option<&str> {
+    request.headers.get("x-request-id").and_then(|id| id.to_str().ok())
+}
+
 /// A running request.
 pub(super) struct Run {
     outputs: UnboundedReceiver<Output>,

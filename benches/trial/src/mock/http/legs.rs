@@ -4,42 +4,44 @@
 //! transfer first and then runs like a request whose prompt is computed. [`crate::mock::handover`] has the rules and the
 //! transfers, [`super::completions`] runs and streams requests.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Json;
 use axum::body::Body;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
-use tokio::time::{sleep, timeout};
+use tokio::time::sleep;
 use xxhash_rust::xxh3::Xxh3;
 
 use super::Connection;
-use super::answer::{self, ABORT, Api, DONE, Usage};
-use super::completions::{Ended, Incoming, Prepared, Refusal, has_rank_header, respond, stream_headers};
+use super::answer::{self, ABORT, DONE, Usage};
+use super::completions::{Ended, Incoming, Prepared, Refusal, has_rank_header, request_id, respond, stream_headers};
+use super::rules::classify;
 use crate::engine::{RequestSpec, Stage};
 use crate::mock::config::MockConfig;
 use crate::mock::engine::Engine;
 use crate::mock::handover::{
     Claim, DecodeLeg, Grant, HandoverBoard, HandoverProtocol, Leg, LoadFailure, NoResult, OpenTransfer, PrefillLeg,
-    Push, RunningLeg, Source, TransferError, claim, classify, nixl_params, push, tensorrt_params,
+    Push, RunningLeg, Source, TransferError, nixl_params, tensorrt_params,
 };
 
 /// One request and the parts of the engine that serve it.
 struct Server<'a> {
     engine: &'a Engine,
-    board: &'a HandoverBoard,
+    board: &'a Arc<HandoverBoard>,
     connection: &'a Connection,
 }
 
 /// Serves a request of an engine with disaggregated serving.
 pub(super) async fn serve(
     engine: &Engine,
-    board: &HandoverBoard,
+    board: &Arc<HandoverBoard>,
     connection: &Connection,
     mut request: Incoming,
 ) -> Response {
     let server = Server { engine, board, connection };
-    let served = match server.classify(&request) {
+    let served = match classify(&board.facts, &request) {
         Ok(Leg::Plain) => server.plain(request).await,
         Ok(Leg::Prefill(leg)) => server.prefill(request, leg).await,
         Ok(Leg::Decode(mut leg)) => {
@@ -54,17 +56,6 @@ pub(super) async fn serve(
 }
 
 impl Server<'_> {
-    fn classify(&self, request: &Incoming) -> Result<Leg, String> {
-        let common = &request.common;
-        let facts = common.leg_facts(
-            request.api == Api::Chat,
-            request.has_token_prompt,
-            request_id(request),
-            has_rank_header(&request.headers),
-        );
-        classify(&self.board.facts, &facts)
-    }
-
     /// Rejects a violation of the protocol.
     fn reject(&self, message: &str) -> Refusal {
         self.board.count(|counters| counters.rejected += 1);
@@ -72,13 +63,13 @@ impl Server<'_> {
     }
 
     fn run(&self, request: &Incoming) -> RunningLeg {
-        let rid = request.common.handover.rid.as_ref().and_then(serde_json::Value::as_str);
+        let rid = request.common.handover("rid").and_then(serde_json::Value::as_str);
         self.board.run(rid.or(request_id(request)))
     }
 
     /// Rank that the request names in SGLang's field, otherwise the default of its leg unless a header names one.
     fn rank(&self, request: &Incoming, default: Option<u16>) -> Result<Option<u16>, Refusal> {
-        let field = request.common.handover.routed_dp_rank.as_ref();
+        let field = request.common.handover("routed_dp_rank");
         let Some(rank) = field.filter(|_| self.board.facts.protocol == HandoverProtocol::Sglang) else {
             return Ok(default.filter(|_| !has_rank_header(&request.headers)));
         };
@@ -208,8 +199,7 @@ impl Server<'_> {
     async fn push(&self, transfer: OpenTransfer, address: Option<String>, prompt: u64, grant: Grant) {
         let key = transfer.key.clone();
         let sent = Push { key: key.clone(), prompt, grant };
-        let pushed = timeout(self.board.lease, push(&address.unwrap_or_default(), &sent)).await;
-        if matches!(pushed, Ok(Ok(()))) {
+        if self.board.push_to(&address.unwrap_or_default(), &sent).await {
             let claim = Claim { key, prompt, tokens: grant.tokens, engine_id: None, rank: None, waits: false };
             // An expired lease is counted as such.
             let _ = self.board.claim(&claim).await;
@@ -283,10 +273,7 @@ impl Server<'_> {
     /// Fetches the transfer of a decode leg.
     async fn fetch(&self, source: &Source, sent: &Claim) -> Result<Grant, Fetch> {
         match source {
-            Source::Claim(address) => match timeout(self.board.lease, claim(address, sent)).await {
-                Ok(claimed) => claimed.map_err(Fetch::Failed),
-                Err(_) => Err(Fetch::Failed(TransferError::Unknown(sent.key.clone(), address.clone()))),
-            },
+            Source::Claim(address) => self.board.claim_at(address, sent).await.map_err(Fetch::Failed),
             Source::Push => match self.board.arrival(&sent.key).await {
                 Ok(push) if (push.prompt, push.grant.tokens) == (sent.prompt, sent.tokens) => Ok(push.grant),
                 Ok(_) => {
@@ -317,10 +304,6 @@ struct Prefilled {
 enum Fetch {
     Failed(TransferError),
     Restarted,
-}
-
-fn request_id(request: &Incoming) -> Option<&str> {
-    request.headers.get("x-request-id").and_then(|id| id.to_str().ok())
 }
 
 /// Real duration of a transfer.

@@ -11,6 +11,7 @@ mod handover;
 mod info;
 mod legs;
 mod request;
+mod rules;
 mod scores;
 mod sleep;
 

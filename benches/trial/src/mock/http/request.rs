@@ -9,9 +9,9 @@ use axum::http::StatusCode;
 use axum::response::Response;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
+use serde_json::{Map, Value};
 
 use super::answer;
-use crate::mock::handover::{HandoverFields, LegFacts};
 
 /// Default number of output tokens, as in OpenAI's completions.
 const OUTPUT_TOKENS: u32 = 16;
@@ -28,25 +28,27 @@ pub(super) enum PromptInput {
 #[derive(Debug, Default, Deserialize)]
 pub(super) struct Common {
     pub(super) model: Option<String>,
-    max_tokens: Option<u32>,
+    pub(super) max_tokens: Option<u32>,
     /// Newer name of `max_tokens`, for chats.
-    max_completion_tokens: Option<u32>,
+    pub(super) max_completion_tokens: Option<u32>,
     /// Exact number of generated tokens, if present.
-    min_tokens: Option<u32>,
+    pub(super) min_tokens: Option<u32>,
     /// Generates `max_tokens` even if `min_tokens` is present.
     ignore_eos: Option<bool>,
     stream: Option<bool>,
-    stream_options: Option<StreamOptions>,
+    pub(super) stream_options: Option<StreamOptions>,
     pub(super) cache_salt: Option<String>,
     n: Option<u32>,
     /// Adds the token ids of the output to each chunk of a stream, as vLLM.
     return_token_ids: Option<bool>,
+    /// The other fields. Those of disaggregated serving have any type until a leg is classified, so that an engine
+    /// without it ignores them.
     #[serde(flatten)]
-    pub(super) handover: HandoverFields,
+    others: Map<String, Value>,
 }
 
 #[derive(Debug, Default, Deserialize)]
-struct StreamOptions {
+pub(super) struct StreamOptions {
     include_usage: Option<bool>,
 }
 
@@ -106,26 +108,9 @@ impl Common {
         Ok(())
     }
 
-    /// Properties of the request for the rules of disaggregated serving.
-    pub(super) fn leg_facts<'a>(
-        &'a self,
-        is_chat: bool,
-        has_token_prompt: bool,
-        request_id: Option<&'a str>,
-        has_rank_header: bool,
-    ) -> LegFacts<'a> {
-        LegFacts {
-            fields: &self.handover,
-            is_chat,
-            is_stream: self.is_stream(),
-            has_stream_options: self.stream_options.is_some(),
-            max_tokens: self.max_tokens,
-            max_completion_tokens: self.max_completion_tokens,
-            min_tokens: self.min_tokens,
-            request_id,
-            has_rank_header,
-            has_token_prompt,
-        }
+    /// A field of disaggregated serving.
+    pub(super) fn handover(&self, name: &str) -> Option<&Value> {
+        self.others.get(name).filter(|value| !value.is_null())
     }
 
     fn output_tokens_max(&self) -> u32 {

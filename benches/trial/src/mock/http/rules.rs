@@ -5,60 +5,21 @@
 
 use std::net::SocketAddr;
 
-use serde::Deserialize;
 use serde_json::{Map, Value};
 
-use super::leg::{DecodeLeg, Leg, PrefillLeg, Source, number, text};
-use super::params::{nixl_claim, tensorrt_claim};
-use super::{EngineRole, HandoverProtocol};
+use super::answer::Api;
+use super::completions::{Incoming, has_rank_header, request_id};
 use crate::mock::engine::BOOTSTRAP_PORT;
-
-/// Fields of a request body that only matter to disaggregated serving. They have any type until a leg is classified, so
-/// that an engine without disaggregated serving ignores them.
-#[derive(Debug, Default, Deserialize)]
-pub(crate) struct HandoverFields {
-    pub(crate) kv_transfer_params: Option<Value>,
-    pub(crate) bootstrap_host: Option<Value>,
-    pub(crate) bootstrap_port: Option<Value>,
-    pub(crate) bootstrap_room: Option<Value>,
-    pub(crate) routed_dp_rank: Option<Value>,
-    pub(crate) disagg_prefill_dp_rank: Option<Value>,
-    pub(crate) rid: Option<Value>,
-    pub(crate) disaggregated_params: Option<Value>,
-    pub(crate) prompt_token_ids: Option<Value>,
-}
-
-/// Configuration of the engine that the rules depend on.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct EngineFacts {
-    pub(crate) protocol: HandoverProtocol,
-    pub(crate) role: EngineRole,
-    pub(crate) address: SocketAddr,
-    pub(crate) ranks: u16,
-}
-
-/// Properties of a request that the rules depend on.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct LegFacts<'a> {
-    pub(crate) fields: &'a HandoverFields,
-    pub(crate) is_chat: bool,
-    pub(crate) is_stream: bool,
-    pub(crate) has_stream_options: bool,
-    pub(crate) max_tokens: Option<u32>,
-    pub(crate) max_completion_tokens: Option<u32>,
-    pub(crate) min_tokens: Option<u32>,
-    /// Value of the header `X-Request-Id`.
-    pub(crate) request_id: Option<&'a str>,
-    pub(crate) has_rank_header: bool,
-    /// Whether the prompt of a completion consists of token ids.
-    pub(crate) has_token_prompt: bool,
-}
+use crate::mock::handover::{
+    DecodeLeg, EngineFacts, EngineRole, HandoverProtocol, Leg, PrefillLeg, Source, nixl_claim, number, tensorrt_claim,
+    text,
+};
 
 /// Classifies a request.
 ///
 /// # Errors
 /// The violated rule.
-pub(crate) fn classify(engine: &EngineFacts, request: &LegFacts<'_>) -> Result<Leg, String> {
+pub(super) fn classify(engine: &EngineFacts, request: &Incoming) -> Result<Leg, String> {
     let leg = match engine.protocol {
         HandoverProtocol::VllmNixl => nixl(request)?,
         HandoverProtocol::VllmMooncake => mooncake(engine, request)?,
@@ -73,7 +34,7 @@ pub(crate) fn classify(engine: &EngineFacts, request: &LegFacts<'_>) -> Result<L
     }
 }
 
-fn nixl(request: &LegFacts<'_>) -> Result<Leg, String> {
+fn nixl(request: &Incoming) -> Result<Leg, String> {
     let Some((direction, params)) = direction(request)? else { return Ok(Leg::Plain) };
     match direction {
         Direction::Prefill => {
@@ -84,13 +45,13 @@ fn nixl(request: &LegFacts<'_>) -> Result<Leg, String> {
     }
 }
 
-fn mooncake(engine: &EngineFacts, request: &LegFacts<'_>) -> Result<Leg, String> {
+fn mooncake(engine: &EngineFacts, request: &Incoming) -> Result<Leg, String> {
     let Some((direction, params)) = direction(request)? else { return Ok(Leg::Plain) };
     let key = text(params, "transfer_id")?;
     match direction {
         Direction::Prefill => {
             check_one_token(request)?;
-            if engine.ranks > 1 && !request.has_rank_header {
+            if engine.ranks > 1 && !has_rank_header(&request.headers) {
                 return Err("X-data-parallel-rank is required: the engine has several ranks".to_owned());
             }
             Ok(Leg::Prefill(PrefillLeg { key: Some(key), ..PrefillLeg::default() }))
@@ -107,12 +68,12 @@ fn mooncake(engine: &EngineFacts, request: &LegFacts<'_>) -> Result<Leg, String>
     }
 }
 
-fn p2p(engine: &EngineFacts, request: &LegFacts<'_>) -> Result<Leg, String> {
-    let Some((request_id, prefill, decode)) = request.request_id.and_then(p2p_addresses) else {
+fn p2p(engine: &EngineFacts, request: &Incoming) -> Result<Leg, String> {
+    let Some((request_id, prefill, decode)) = request_id(request).and_then(p2p_addresses) else {
         return Ok(Leg::Plain);
     };
     let key = request_id.to_owned();
-    if request.fields.kv_transfer_params.is_some() {
+    if request.common.handover("kv_transfer_params").is_some() {
         return Err("kv_transfer_params is not supported by this connector".to_owned());
     }
     let (is_prefill, is_decode) = (is_own(engine, prefill), is_own(engine, decode));
@@ -143,18 +104,15 @@ fn is_own(engine: &EngineFacts, address: &str) -> bool {
     }
 }
 
-fn sglang(engine: &EngineFacts, request: &LegFacts<'_>) -> Result<Leg, String> {
-    let fields = request.fields;
-    let Some(room) = &fields.bootstrap_room else {
+fn sglang(engine: &EngineFacts, request: &Incoming) -> Result<Leg, String> {
+    let field = |name: &str| request.common.handover(name);
+    let Some(room) = field("bootstrap_room") else {
         return Err("disaggregated request received without bootstrap room id".to_owned());
     };
-    let host = fields.bootstrap_host.as_ref().ok_or("bootstrap_host is missing")?;
+    let host = field("bootstrap_host").ok_or("bootstrap_host is missing")?;
+    let host = single(host, "bootstrap_host", room)?;
+    let port = field("bootstrap_port").map_or(Ok(&Value::Null), |port| single(port, "bootstrap_port", room))?;
     let room = single(room, "bootstrap_room", room)?;
-    let host = single(host, "bootstrap_host", fields.bootstrap_room.as_ref().unwrap_or(&Value::Null))?;
-    let port = match &fields.bootstrap_port {
-        Some(port) => single(port, "bootstrap_port", fields.bootstrap_room.as_ref().unwrap_or(&Value::Null))?,
-        None => &Value::Null,
-    };
     let room = room
         .as_u64()
         .filter(|room| i64::try_from(*room).is_ok())
@@ -171,7 +129,7 @@ fn sglang(engine: &EngineFacts, request: &LegFacts<'_>) -> Result<Leg, String> {
             Ok(Leg::Prefill(PrefillLeg { key: Some(key), push_to: None, rank: Some(by_room) }))
         }
         EngineRole::Decode | EngineRole::Both => {
-            let prefill_rank = match &fields.disagg_prefill_dp_rank {
+            let prefill_rank = match field("disagg_prefill_dp_rank") {
                 Some(rank) => Some(number(rank).ok_or_else(|| format!("disagg_prefill_dp_rank {rank} is not a rank"))?),
                 None => None,
             };
@@ -197,20 +155,20 @@ fn single<'a>(value: &'a Value, name: &str, room: &Value) -> Result<&'a Value, S
     }
 }
 
-fn tensorrt(request: &LegFacts<'_>) -> Result<Leg, String> {
-    let Some(params) = &request.fields.disaggregated_params else { return Ok(Leg::Plain) };
+fn tensorrt(request: &Incoming) -> Result<Leg, String> {
+    let Some(params) = request.common.handover("disaggregated_params") else { return Ok(Leg::Plain) };
     let params = params.as_object().ok_or("disaggregated_params is not an object")?;
     match params.get("request_type").and_then(Value::as_str) {
         Some("context_only") => {
-            if request.is_stream {
+            if request.common.is_stream() {
                 return Err("stream is true: a context leg is not streamed".to_owned());
             }
             Ok(Leg::Prefill(PrefillLeg::default()))
         }
         Some("generation_only") => {
             let mut leg = tensorrt_claim(params)?;
-            if request.is_chat {
-                let ids = request.fields.prompt_token_ids.as_ref().ok_or("prompt_token_ids is missing")?;
+            if request.api == Api::Chat {
+                let ids = request.common.handover("prompt_token_ids").ok_or("prompt_token_ids is missing")?;
                 leg.prompt =
                     Some(serde_json::from_value(ids.clone()).map_err(|_| "prompt_token_ids are not token ids")?);
             } else if !request.has_token_prompt {
@@ -233,8 +191,8 @@ enum Direction {
 }
 
 /// Direction of vLLM's transfer parameters; none for a plain request.
-fn direction<'a>(request: &LegFacts<'a>) -> Result<Option<Directed<'a>>, String> {
-    let Some(params) = &request.fields.kv_transfer_params else { return Ok(None) };
+fn direction<'a>(request: &'a Incoming) -> Result<Option<Directed<'a>>, String> {
+    let Some(params) = request.common.handover("kv_transfer_params") else { return Ok(None) };
     let params = params.as_object().ok_or("kv_transfer_params is not an object")?;
     let flag = |name: &str| match params.get(name) {
         None | Some(Value::Null) => Ok(false),
@@ -250,15 +208,16 @@ fn direction<'a>(request: &LegFacts<'a>) -> Result<Option<Directed<'a>>, String>
 }
 
 /// Checks that a prefill leg generates exactly one token and is not streamed.
-fn check_one_token(request: &LegFacts<'_>) -> Result<(), String> {
-    if request.is_stream {
+fn check_one_token(request: &Incoming) -> Result<(), String> {
+    if request.common.is_stream() {
         return Err("stream is true: a prefill leg is not streamed".to_owned());
     }
-    if request.has_stream_options {
+    if request.common.stream_options.is_some() {
         return Err("stream_options are only allowed with stream".to_owned());
     }
-    let limits = [("max_tokens", request.max_tokens), ("max_completion_tokens", request.max_completion_tokens)];
-    if request.is_chat && limits.iter().all(|(_, limit)| limit.is_some()) {
+    let limits =
+        [("max_tokens", request.common.max_tokens), ("max_completion_tokens", request.common.max_completion_tokens)];
+    if request.api == Api::Chat && limits.iter().all(|(_, limit)| limit.is_some()) {
         return Err("max_tokens and max_completion_tokens are both present".to_owned());
     }
     if limits.iter().all(|(_, limit)| limit.is_none()) {
@@ -267,7 +226,7 @@ fn check_one_token(request: &LegFacts<'_>) -> Result<(), String> {
     if let Some((name, limit)) = limits.iter().find_map(|(name, limit)| limit.filter(|n| *n != 1).map(|n| (name, n))) {
         return Err(format!("{name} is {limit}: a prefill leg generates one token"));
     }
-    match request.min_tokens {
+    match request.common.min_tokens {
         Some(least @ 2..) => Err(format!("min_tokens is {least}: a prefill leg generates one token")),
         Some(0 | 1) | None => Ok(()),
     }
