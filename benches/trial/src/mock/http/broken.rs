@@ -1,10 +1,11 @@
 //! Broken responses: garbage instead of a response, and bodies that end in their middle.
 
-use std::pin::Pin;
-use std::task::{Context, Poll, ready};
+use std::future::pending;
 
 use axum::body::{Body, Bytes};
-use http_body::Frame;
+use futures_util::StreamExt as _;
+use futures_util::stream::unfold;
+use tokio::task::yield_now;
 
 /// Bytes of invalid responses. The connection closes after them.
 const GARBAGE: [&[u8]; 5] = [
@@ -29,68 +30,30 @@ pub(super) enum Rest {
     Never,
 }
 
-/// A body that ends in the middle: after one and a half chunks of a stream, or half of a body with one chunk.
-pub(super) struct HalfBody {
-    body: Body,
-    rest: Rest,
-    /// The first chunk, which is held back until a second one proves that it is not the whole body.
-    first: Option<Bytes>,
-    end: End,
-}
-
-/// Progress of the end of a body.
-#[derive(Clone, Copy)]
-enum End {
-    /// Not reached.
-    Ahead,
-    /// The last data has been returned.
-    Sending,
-    /// It has been sent, because hyper drops unsent data at an error of the body.
-    Sent,
-}
-
-impl HalfBody {
-    pub(super) fn new(body: Body, rest: Rest) -> Self {
-        Self { body, rest, first: None, end: End::Ahead }
-    }
-}
-
 /// The injected end of a body.
 #[derive(Debug, thiserror::Error)]
 #[error("injected fault: the body ends in its middle")]
-pub(super) struct Cut;
+struct Cut;
 
-impl http_body::Body for HalfBody {
-    type Data = Bytes;
-    type Error = Cut;
-
-    fn poll_frame(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
-        let this = &mut *self;
-        match (this.end, this.rest) {
-            (End::Ahead, _) => {}
-            (End::Sending, Rest::Closed) => {
-                this.end = End::Sent;
-                context.waker().wake_by_ref();
-                return Poll::Pending;
-            }
-            (End::Sent, Rest::Closed) => return Poll::Ready(Some(Err(Cut))),
-            (_, Rest::Never) => return Poll::Pending,
-        }
-        loop {
-            let next = ready!(Pin::new(&mut this.body).poll_frame(context));
-            let data = next.and_then(Result::ok).and_then(|frame| frame.into_data().ok());
+/// The first half of a body: one and a half chunks of a stream, or half of a body with one chunk.
+pub(super) fn half(body: Body, rest: Rest) -> Body {
+    Body::from_stream(unfold((body.into_data_stream(), false), move |(mut body, is_over)| async move {
+        if !is_over {
+            let first = body.next().await.and_then(Result::ok);
+            let second = if first.is_some() { body.next().await.and_then(Result::ok) } else { None };
             let half = |data: Bytes| data.slice(..data.len() / 2);
-            let part = match (this.first.take(), data) {
-                (None, Some(data)) => {
-                    this.first = Some(data);
-                    continue;
-                }
+            let part = match (first, second) {
                 (Some(first), Some(second)) => [first, half(second)].concat().into(),
                 (Some(only), None) => half(only),
-                (None, None) => Bytes::new(),
+                (None, _) => Bytes::new(),
             };
-            this.end = End::Sending;
-            return Poll::Ready(Some(Ok(Frame::data(part))));
+            return Some((Ok(part), (body, true)));
         }
-    }
+        match rest {
+            // The part is sent first, because hyper drops unsent data at an error of the body.
+            Rest::Closed => yield_now().await,
+            Rest::Never => pending().await,
+        }
+        Some((Err(Cut), (body, true)))
+    }))
 }

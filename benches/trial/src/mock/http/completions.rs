@@ -5,17 +5,15 @@
 //! functions of this module.
 
 use std::collections::VecDeque;
-use std::future::poll_fn;
-use std::pin::Pin;
+use std::future::pending;
 use std::sync::Arc;
-use std::task::{Context, Poll, ready};
 
 use crate::engine::{Output, RequestSpec, Stage};
 use axum::Json;
 use axum::body::{Body, Bytes};
 use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Response};
-use http_body::Frame;
+use futures_util::stream::unfold;
 use tokio::sync::mpsc::UnboundedReceiver;
 
 use super::Connection;
@@ -35,8 +33,16 @@ pub(super) type Refusal = Box<Response>;
 /// Responds with the output of a request, whole or streamed.
 pub(super) async fn respond(connection: &Connection, common: &Common, (head, run): (Head, Run)) -> Response {
     if common.is_stream() {
-        let stream = Stream::new(head, run, common);
-        return (stream_headers(), Body::new(stream)).into_response();
+        let stream = Stream {
+            head,
+            run: Some(run),
+            has_usage_chunk: common.has_usage_chunk(),
+            returns_token_ids: common.returns_token_ids(),
+            chunks: VecDeque::new(),
+            has_opened: false,
+        };
+        let chunks = unfold(stream, |mut stream| async move { Some((stream.next().await?, stream)) });
+        return (stream_headers(), Body::from_stream(chunks)).into_response();
     }
     match run.all().await {
         Some(ended) => Json(head.whole(&ended.text(), ended.reason, ended.usage)).into_response(),
@@ -119,9 +125,8 @@ impl Prepared {
             };
             Box::new(answer::error(status, &error.to_string()))
         })?;
-        let aborted = leg.as_ref().map(|leg| Box::pin(leg.aborted()) as Aborted);
         let usage = Usage { prompt, ..Usage::default() };
-        Ok((head, Run { outputs, usage, guard: RequestGuard { rank, id }, leg, aborted }))
+        Ok((head, Run { outputs, usage, guard: RequestGuard { rank, id }, leg }))
     }
 }
 
@@ -152,8 +157,6 @@ pub(super) fn has_rank_header(headers: &HeaderMap) -> bool {
     headers.contains_key(RANK_HEADER)
 }
 
-type Aborted = Pin<Box<dyn Future<Output = ()> + Send>>;
-
 /// Value of the header `X-Request-Id`.
 pub(super) fn request_id(request: &Incoming) -> Option<&str> {
     request.headers.get("x-request-id").and_then(|id| id.to_str().ok())
@@ -166,7 +169,6 @@ pub(super) struct Run {
     guard: RequestGuard,
     /// Registration of the request, with disaggregated serving.
     leg: Option<RunningLeg>,
-    aborted: Option<Aborted>,
 }
 
 /// The output of a request that has ended.
@@ -191,28 +193,27 @@ enum Next {
 }
 
 impl Run {
-    fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Next> {
-        if let Some(aborted) = &mut self.aborted
-            && aborted.as_mut().poll(context).is_ready()
-        {
-            self.aborted = None;
-            return Poll::Ready(Next::Aborted);
-        }
-        let output = ready!(self.outputs.poll_recv(context));
+    async fn next(&mut self) -> Next {
+        let aborted = self.leg.as_ref().map(RunningLeg::aborted);
+        let output = tokio::select! {
+            biased;
+            () = async { match aborted { Some(aborted) => aborted.await, None => pending().await } } => return Next::Aborted,
+            output = self.outputs.recv() => output,
+        };
         if let Some(leg) = &mut self.leg {
             leg.end_transfer();
         }
-        let Some(output) = output else { return Poll::Ready(Next::Stopped) };
+        let Some(output) = output else { return Next::Stopped };
         self.usage.completion += 1;
         self.usage.cached = output.cached_tokens.into();
-        Poll::Ready(Next::Output(output))
+        Next::Output(output)
     }
 
     /// Collects the whole output; none if the rank stopped.
     pub(super) async fn all(mut self) -> Option<Ended> {
         let mut tokens = Vec::new();
         let reason = loop {
-            match poll_fn(|context| self.poll_next(context)).await {
+            match self.next().await {
                 Next::Output(output) => {
                     tokens.push(output.token);
                     if output.finished.is_some() {
@@ -239,54 +240,38 @@ struct Stream {
     has_opened: bool,
 }
 
-impl Stream {
-    fn new(head: Head, run: Run, common: &Common) -> Self {
-        Self {
-            head,
-            run: Some(run),
-            has_usage_chunk: common.has_usage_chunk(),
-            returns_token_ids: common.returns_token_ids(),
-            chunks: VecDeque::new(),
-            has_opened: false,
-        }
-    }
-}
-
 /// The rank stopped during a stream. The connection closes before the end of the body.
 #[derive(Debug, thiserror::Error)]
 #[error("the engine restarts")]
 struct Stopped;
 
-impl http_body::Body for Stream {
-    type Data = Bytes;
-    type Error = Stopped;
-
-    fn poll_frame(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Stopped>>> {
-        let this = &mut *self;
-        if let Some(chunk) = this.chunks.pop_front() {
-            return Poll::Ready(Some(Ok(Frame::data(chunk))));
+impl Stream {
+    /// Next chunk; none after the end.
+    async fn next(&mut self) -> Option<Result<Bytes, Stopped>> {
+        if let Some(chunk) = self.chunks.pop_front() {
+            return Some(Ok(chunk));
         }
-        let Some(run) = &mut this.run else { return Poll::Ready(None) };
-        let (token, reason, is_end) = match ready!(run.poll_next(context)) {
+        let run = self.run.as_mut()?;
+        let (token, reason, is_end) = match run.next().await {
             Next::Output(output) => (Some(output.token), answer::reason(output.finished), output.finished.is_some()),
             Next::Aborted => (None, Some(ABORT), true),
             Next::Stopped => {
-                this.run = None;
-                return Poll::Ready(Some(Err(Stopped)));
+                self.run = None;
+                return Some(Err(Stopped));
             }
         };
         let usage = run.usage;
         // Same as vLLM: the chunk with the role is sent with the first output of the engine, immediately before it.
-        if !std::mem::replace(&mut this.has_opened, true) {
-            this.chunks.extend(this.head.opening());
+        if !std::mem::replace(&mut self.has_opened, true) {
+            self.chunks.extend(self.head.opening());
         }
-        let (text, ids) = (detokenize(token.as_slice()), token.filter(|_| this.returns_token_ids));
-        this.chunks.push_back(this.head.piece(&text, reason, ids));
+        let (text, ids) = (detokenize(token.as_slice()), token.filter(|_| self.returns_token_ids));
+        self.chunks.push_back(self.head.piece(&text, reason, ids));
         if is_end {
-            this.run = None;
-            this.chunks.extend(this.has_usage_chunk.then(|| this.head.usage(usage)));
-            this.chunks.push_back(DONE);
+            self.run = None;
+            self.chunks.extend(self.has_usage_chunk.then(|| self.head.usage(usage)));
+            self.chunks.push_back(DONE);
         }
-        Poll::Ready(this.chunks.pop_front().map(|chunk| Ok(Frame::data(chunk))))
+        self.chunks.pop_front().map(Ok)
     }
 }

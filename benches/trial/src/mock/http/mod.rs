@@ -19,7 +19,6 @@ use std::net::TcpListener;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use axum::body::Body;
 use axum::extract::{DefaultBodyLimit, Request, State};
 use axum::http::header::AUTHORIZATION;
 use axum::http::{HeaderValue, Method, StatusCode};
@@ -39,7 +38,7 @@ use tokio::time;
 
 use super::engine::Engine;
 use super::faults::{Fault, Scope};
-use broken::{HalfBody, Rest};
+use broken::{Rest, half};
 
 /// Maximum number of open connections; further ones are closed immediately.
 const CONNECTIONS_MAX: usize = 8_192;
@@ -242,8 +241,8 @@ async fn suffer(State(engine): Shared, connection: Extension<Connection>, reques
     let (is_cut, is_stalled) = (strikes(Fault::Cut, set.cut_share), strikes(Fault::Stall, set.stall_share));
     let response = next.run(request).await;
     match (is_cut, is_stalled) {
-        (true, _) => response.map(|body| Body::new(HalfBody::new(body, Rest::Closed))),
-        (false, true) => response.map(|body| Body::new(HalfBody::new(body, Rest::Never))),
+        (true, _) => response.map(|body| half(body, Rest::Closed)),
+        (false, true) => response.map(|body| half(body, Rest::Never)),
         (false, false) => response,
     }
 }
