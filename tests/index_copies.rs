@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, VecDeque};
 use pointsman::internals::index::{Applied, Index, Overlaps};
 use pointsman::internals::protocol::{Generation, Slot};
 use pointsman::protocol::{
-    BlockHash, EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, WorkerId, WorkerRank,
+    BlockHash, EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, Timestamp, WorkerId, WorkerRank,
 };
 use proptest::prelude::*;
 
@@ -87,6 +87,32 @@ fn the_number_of_copies_is_bounded() {
     apply(&mut index, removed(&[1, 2]));
     assert_eq!(held(&index, &[1, 2]), 1);
     assert_eq!(apply(&mut index, removed(&[1, 2])).unknown_removals, 1);
+}
+
+/// As real vLLM does after a prompt of 20 blocks and the same one with `prompt_logprobs`.
+#[test]
+fn an_answer_restores_a_copy_without_a_parent() {
+    let (mut index, prompt) = (registered(), (0..20).collect::<Vec<u64>>());
+    let hashes: Vec<_> = prompt.iter().copied().map(BlockHash).collect();
+    let evict = |index: &mut Index| (1..=20).rev().for_each(|len| _ = apply(index, removed(&prompt[..len])));
+    let answer = |index: &mut Index| index.prove(RANK, &hashes, 19, false, Timestamp::default()).proven;
+    (0..3).for_each(|_| _ = apply(&mut index, stored(&prompt, 0)));
+    for _ in 0..2 {
+        evict(&mut index);
+        assert_eq!((held(&index, &prompt), index.held_blocks()), (0, 0));
+        assert_eq!((answer(&mut index), held(&index, &prompt)), (19, 19));
+        index.check_invariants();
+    }
+    // Blocks behind the restored ones, and the last removal.
+    apply(&mut index, stored(&[&prompt[..19], &[91]].concat(), 19));
+    apply(&mut index, removed(&[&prompt[..19], &[91]].concat()));
+    evict(&mut index);
+    assert_eq!((answer(&mut index), index.held_blocks()), (0, 0));
+    // A reset of the cache ends the doubts.
+    (0..2).for_each(|_| _ = apply(&mut index, stored(&prompt, 0)));
+    evict(&mut index);
+    apply(&mut index, KvEvent::TierCleared);
+    assert_eq!((answer(&mut index), index.held_blocks()), (0, 0));
 }
 
 /// Mode of a request.
@@ -242,11 +268,13 @@ proptest! {
     #![proptest_config(effort(150, "tests/index_copies.proptest-regressions"))]
 
     /// A copy of a prompt's first blocks cannot be distinguished from a report of reused blocks. The index then
-    /// underestimates, never overestimates, and is exact again after the engine has evicted the affected blocks.
+    /// underestimates, never overestimates. It is exact with answers, and after the engine has evicted the affected
+    /// blocks.
     #[test]
-    fn ambiguous_removals_are_underestimated_and_heal(
+    fn ambiguous_removals_are_underestimated_until_an_answer(
         slots in 5..16_usize,
         ops in ops(&[Mode::Plain, Mode::ReportsReused, Mode::Recomputes], 1),
+        is_answered in any::<bool>(),
     ) {
         let (mut cache, mut index) = (Cache::new(slots), registered());
         for op in &ops {
@@ -254,7 +282,14 @@ proptest! {
             cache.events.drain(..).for_each(|data| _ = index.apply(&event(data)));
             index.check_invariants();
             for prompt in prompts() {
-                prop_assert!(held(&index, &prompt) <= cache.hit(&prompt), "{:?} after {:?}", prompt, op);
+                let hit = cache.hit(&prompt);
+                if is_answered {
+                    let hashes: Vec<_> = prompt.iter().copied().map(BlockHash).collect();
+                    index.prove(RANK, &hashes, hit as u32, false, Timestamp::default());
+                    index.check_invariants();
+                    prop_assert_eq!(held(&index, &prompt), hit, "{:?} after {:?}", prompt, op);
+                }
+                prop_assert!(held(&index, &prompt) <= hit, "{:?} after {:?}", prompt, op);
             }
         }
         while !cache.running.is_empty() {

@@ -74,7 +74,7 @@ fn some_position() -> impl Strategy<Value = SourcePosition> {
 }
 
 fn some_rank(rank: WorkerRank) -> impl Strategy<Value = RankSnapshot> {
-    let holds = any::<[u32; 4]>().prop_filter("held somewhere", |holds| *holds != [0; 4]);
+    let holds = any::<[u32; 5]>().prop_filter("held somewhere", |holds| *holds != [0; 5]);
     let record = (any::<[u64; 3]>(), holds).prop_map(|([name, lora, salt], holds)| NamespaceRecord {
         engine_hash: EngineHash(name),
         lora,
@@ -353,8 +353,8 @@ fn refusals_name_the_value_and_the_rule() {
     has(refusal(b"PK\x03\x04"), "magic", "[50, 4b, 03, 04]");
     has(refusal(&bytes[..8]), "malformed", "end within the format version");
     let mut newer = bytes.clone();
-    newer[8] = 4;
-    has(refusal(&newer), "version", "is 4, must be 3");
+    newer[8] = 5;
+    has(refusal(&newer), "version", "is 5, must be 4");
     has(refusal(&bytes[..bytes.len() - 1]), "checksum", "damaged or incomplete");
     has(refusal(&sealed([&bytes[..], &[0; 3]].concat())), "malformed", "behind the last rank is 3, must be 0");
     let mut eagle = bytes.clone();

@@ -22,7 +22,7 @@ use crate::shell::reader::{ReaderEffect, ReaderShell};
 use crate::wire::WireConfig;
 use crate::zmtp::{Caps, Replayed};
 
-/// Maximum number of blocks in one message to a shard: about 50 µs of work, at 80 to 120 ns per block.
+/// Number of blocks in one message to a shard: about 50 µs of work, at 80 to 120 ns per block.
 const PIECE_BLOCKS_MAX: usize = 512;
 
 /// Inputs of a reader.

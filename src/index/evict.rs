@@ -275,6 +275,7 @@ impl Index {
         }
         let rank = self.ranks[slot.index()].as_mut().expect("every registered slot has a rank");
         let evicted = (held - rank.held_blocks() + rank.trim_groups()) as u64;
+        rank.doubts = None;
         if rank.removable() == 0 {
             let (evicted_blocks, groups) = (rank.evicted_blocks, rank.groups.take());
             rank.reset(&self.hasher); // returns the table memory of an empty rank

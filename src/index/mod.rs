@@ -18,7 +18,7 @@
 //! - Lower tiers extend a rank's device hit, each from the end of the nearer tier. Stores may name a parent in any tier
 //!   of the rank, and are pending while the parent is unknown.
 //! - Cache groups beside the main attention hold names without a position. They shorten the device hit: `groups.rs`.
-//! - Answers prove blocks that no event has stored: `prove.rs`.
+//! - Answers prove blocks that no event has stored: `prove.rs`, or that may have a further copy: `doubt.rs`.
 //!
 //! Overlaps depend only on the held blocks, not on the order or batching of events or on the shape of the tree. No
 //! event is an error; anomalies are counted in [`Applied`].
@@ -41,6 +41,8 @@ mod budget;
 mod check;
 pub(crate) mod depth;
 mod digest;
+mod doubt;
+mod doubts;
 mod dump;
 mod evict;
 mod groups;
@@ -235,8 +237,8 @@ impl Index {
         match &event.data {
             KvEvent::Stored { parent, blocks } => {
                 let applied = self.store(slot, event.tier, *parent, blocks);
-                if event.tier == StorageTier::Device && self.rank(slot).proven.is_some() {
-                    self.supersede_proven(slot, blocks);
+                if event.tier == StorageTier::Device {
+                    self.settle(slot, parent.is_none(), blocks, applied.duplicates > 0);
                 }
                 applied
             }
@@ -248,6 +250,19 @@ impl Index {
                 self.store_in_group(slot, (*group, *window_blocks), *starts_prompt, blocks)
             }
             KvEvent::GroupRemoved { group, blocks } => self.remove_from_group(slot, *group, blocks),
+        }
+    }
+
+    /// Updates proven and doubted blocks after a store in the device tier, which may have found blocks held.
+    fn settle(&mut self, slot: Slot, starts_prompt: bool, blocks: &[StoredBlock], is_repeated: bool) {
+        let rank = self.rank(slot);
+        let is_ambiguous = starts_prompt && is_repeated && rank.groups.is_none() && rank.evicted_blocks == 0;
+        let has_proven = rank.proven.is_some();
+        if is_ambiguous || rank.doubts.is_some() {
+            self.doubt_copies(slot, blocks, is_ambiguous);
+        }
+        if has_proven {
+            self.supersede_proven(slot, blocks);
         }
     }
 
@@ -333,6 +348,9 @@ impl Index {
     fn remove(&mut self, slot: Slot, tier: StorageTier, names: &[EngineHash]) -> Applied {
         let not_pending = self.remove_waiting(slot, tier, names);
         let others = not_pending.as_deref().unwrap_or(names);
+        if tier == StorageTier::Device {
+            self.doubt_removals(slot, others);
+        }
         let known = if self.rank(slot).residence(tier).is_some() {
             let (tree, residence) = self.parts(slot, tier);
             hold::remove(tree, residence, slot, others)
@@ -368,7 +386,8 @@ impl Index {
         self.remove_waiting(slot, tier, &pending);
         if tier == StorageTier::Device {
             self.forget_groups(slot);
-            self.rank_mut(slot).proven = None;
+            let rank = self.rank_mut(slot);
+            (rank.proven, rank.doubts) = (None, None);
         }
         let names = self.rank(slot).residence(tier).map_or(0, Residence::removable);
         if names == 0 {

@@ -59,9 +59,10 @@ impl Index {
         }
         self.expire_proven(now);
         let blocks = prompt.len().min(blocks as usize);
-        let is_missing = (self.device_depth(slot, &prompt[..blocks]) as usize) < blocks;
-        let linked = if is_missing { self.unknown_parent(slot, prompt, blocks) } else { None };
-        let mut applied = Applied::default();
+        let is_missing = |index: &Self| (index.device_depth(slot, &prompt[..blocks]) as usize) < blocks;
+        let mut applied =
+            if is_missing(self) { self.restore_doubted(slot, &prompt[..blocks]) } else { Applied::default() };
+        let linked = if is_missing(self) { self.unknown_parent(slot, prompt, blocks) } else { None };
         if let Some((depth, name)) = linked {
             applied += self.hold_proven(slot, &prompt[..depth], Some(name), now);
         }
@@ -171,7 +172,7 @@ impl Index {
     }
 
     /// The oldest name of each block of a prompt that the rank holds on the device.
-    fn device_names(&self, slot: Slot, prompt: &[BlockHash]) -> Vec<Option<EngineHash>> {
+    pub(super) fn device_names(&self, slot: Slot, prompt: &[BlockHash]) -> Vec<Option<EngineHash>> {
         let mut names = vec![None; prompt.len()];
         let device = self.rank(slot).residence(StorageTier::Device).expect("every rank has a device residence");
         self.device.walk(prompt, |node, agree| {

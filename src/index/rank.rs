@@ -1,12 +1,13 @@
 //! All blocks of one rank.
 //!
-//! Holds one residence per tier, the pending blocks, the names of further cache groups and those of proven blocks. A rank
+//! Holds one residence per tier, the pending blocks, the names of further cache groups, proven and doubted blocks. A rank
 //! pays one null pointer for each part but the device tier that it never used.
 
 use std::mem::size_of;
 
 use ahash::RandomState;
 
+use super::doubts::Doubts;
 use super::groups::CacheGroups;
 use super::proven::ProvenNames;
 use super::residence::Residence;
@@ -23,6 +24,8 @@ pub(super) struct RankBlocks {
     pub(super) groups: Option<Box<CacheGroups>>,
     /// Present since the first proof.
     pub(super) proven: Option<Box<ProvenNames>>,
+    /// Present since the first store that may have been a further copy.
+    pub(super) doubts: Option<Box<Doubts>>,
     device: Residence,
     lower: Option<Box<Lower>>,
 }
@@ -51,6 +54,7 @@ impl RankBlocks {
             evicted_blocks: 0,
             groups: None,
             proven: None,
+            doubts: None,
             device: Residence::new(StorageTier::Device, hasher.clone()),
             lower: None,
         }
@@ -152,7 +156,8 @@ impl RankBlocks {
             size_of::<Lower>() + lower.residences.iter().map(&bytes).sum::<usize>() + lower.waiting.bytes()
         });
         let groups = self.groups.as_ref().map_or(0, |groups| groups.bytes());
-        bytes(&self.device) + lower + groups + self.proven.as_ref().map_or(0, |proven| proven.bytes())
+        let doubts = self.doubts.as_ref().map_or(0, |doubts| doubts.bytes());
+        bytes(&self.device) + lower + groups + doubts + self.proven.as_ref().map_or(0, |proven| proven.bytes())
     }
 
     fn lower_mut(&mut self, hasher: &RandomState) -> &mut Lower {

@@ -208,6 +208,11 @@ impl Residence {
         true
     }
 
+    /// Whether the block with that name has further copies.
+    pub(super) fn has_copies(&self, name: EngineHash) -> bool {
+        self.copies.as_ref().is_some_and(|copies| copies.further.contains_key(&name))
+    }
+
     /// Drops the further copies of the block with that name; the next removal removes the last copy.
     pub(super) fn drop_copies(&mut self, name: EngineHash) {
         let Some(copies) = &mut self.copies else { return };

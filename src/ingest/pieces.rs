@@ -6,7 +6,8 @@
 use crate::protocol::{KvEvent, RouterEvent};
 
 /// Splits a batch into pieces of at most `blocks_max` blocks, at least 1. Longer events are split as well, each part of
-/// a store behind the previous part.
+/// a store behind the previous part. A store at the start of a prompt may be sixteen times as long: if it is a repeated one,
+/// its parts would count as copies.
 ///
 /// ```
 /// use pointsman::internals::ingest::pieces;
@@ -26,7 +27,7 @@ pub fn pieces(events: Vec<RouterEvent>, blocks_max: usize) -> Vec<Vec<RouterEven
     let (mut pieces, mut piece, mut filled) = (Vec::new(), Vec::new(), 0);
     for event in events {
         for part in parts(event, blocks_max) {
-            if filled + weight(&part) > blocks_max {
+            if filled > 0 && filled + weight(&part) > blocks_max {
                 pieces.push(std::mem::take(&mut piece));
                 filled = 0;
             }
@@ -45,37 +46,32 @@ fn weight(event: &RouterEvent) -> usize {
 fn parts(event: RouterEvent, blocks_max: usize) -> Vec<RouterEvent> {
     let RouterEvent { rank, tier, data } = event;
     let of = |data| RouterEvent { rank, tier, data };
+    let longer = if matches!(data, KvEvent::Stored { parent: None, .. }) { 16 } else { 1 };
     match data {
-        KvEvent::Stored { mut parent, blocks } if blocks.len() > blocks_max => blocks
-            .chunks(blocks_max)
-            .map(|part| {
-                let parent = std::mem::replace(&mut parent, part.last().map(|block| block.engine_hash));
-                of(KvEvent::Stored { parent, blocks: part.to_vec() })
+        data if data.block_count() <= longer * blocks_max => vec![of(data)],
+        KvEvent::Stored { mut parent, blocks } => cut(&blocks, blocks_max)
+            .map(|blocks| {
+                let parent = std::mem::replace(&mut parent, blocks.last().map(|block| block.engine_hash));
+                of(KvEvent::Stored { parent, blocks })
             })
             .collect(),
-        KvEvent::Offloaded { mut parent, blocks } if blocks.len() > blocks_max => blocks
-            .chunks(blocks_max)
-            .map(|part| {
-                let parent = std::mem::replace(&mut parent, part.last().map(|(name, _)| *name));
-                of(KvEvent::Offloaded { parent, blocks: part.to_vec() })
+        KvEvent::Offloaded { mut parent, blocks } => cut(&blocks, blocks_max)
+            .map(|blocks| {
+                let parent = std::mem::replace(&mut parent, blocks.last().map(|(name, _)| *name));
+                of(KvEvent::Offloaded { parent, blocks })
             })
             .collect(),
-        KvEvent::Removed { blocks } if blocks.len() > blocks_max => {
-            blocks.chunks(blocks_max).map(|part| of(KvEvent::Removed { blocks: part.to_vec() })).collect()
-        }
-        KvEvent::GroupStored { group, window_blocks, starts_prompt, blocks } if blocks.len() > blocks_max => blocks
-            .chunks(blocks_max)
-            .map(|part| of(KvEvent::GroupStored { group, window_blocks, starts_prompt, blocks: part.to_vec() }))
+        KvEvent::Removed { blocks } => cut(&blocks, blocks_max).map(|blocks| of(KvEvent::Removed { blocks })).collect(),
+        KvEvent::GroupStored { group, window_blocks, starts_prompt, blocks } => cut(&blocks, blocks_max)
+            .map(|blocks| of(KvEvent::GroupStored { group, window_blocks, starts_prompt, blocks }))
             .collect(),
-        KvEvent::GroupRemoved { group, blocks } if blocks.len() > blocks_max => {
-            blocks.chunks(blocks_max).map(|part| of(KvEvent::GroupRemoved { group, blocks: part.to_vec() })).collect()
+        KvEvent::GroupRemoved { group, blocks } => {
+            cut(&blocks, blocks_max).map(|blocks| of(KvEvent::GroupRemoved { group, blocks })).collect()
         }
-        data @ (KvEvent::Stored { .. }
-        | KvEvent::Offloaded { .. }
-        | KvEvent::Removed { .. }
-        | KvEvent::Cleared
-        | KvEvent::TierCleared
-        | KvEvent::GroupStored { .. }
-        | KvEvent::GroupRemoved { .. }) => vec![of(data)],
+        data @ (KvEvent::Cleared | KvEvent::TierCleared) => vec![of(data)],
     }
+}
+
+fn cut<T: Clone>(blocks: &[T], blocks_max: usize) -> impl Iterator<Item = Vec<T>> {
+    blocks.chunks(blocks_max).map(<[T]>::to_vec)
 }

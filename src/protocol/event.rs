@@ -135,9 +135,9 @@ impl RepeatedStore {
     /// already holds: the last block of a completely cached prompt, and equal blocks that running requests generate. It
     /// keeps each copy, and stores and removes each copy under the same name. vLLM also announces blocks again without a
     /// copy if a request sets `kv_cache_report_mode`: always the first blocks of a prompt, hence without a parent. A real
-    /// copy of these first blocks looks the same and is not counted. In that case the index knows too little until the
-    /// engine removes its last copy or computes the block again, whereas a counted copy that does not exist would never be
-    /// removed. Only several cache groups distinguish both. Stores of lower tiers hold one block per name; copies there are
+    /// copy of these first blocks looks the same and is not counted, because a counted copy that does not exist would never
+    /// be removed. The index knows too little from the first removal until an answer proves the copy. Only several cache
+    /// groups distinguish both. Stores of lower tiers hold one block per name; copies there are
     /// offloaded.
     pub(crate) fn of(tier: StorageTier, has_parent: bool, has_groups: bool) -> Self {
         match tier {

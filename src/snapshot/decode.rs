@@ -129,11 +129,11 @@ fn group(reader: &mut Reader<'_>) -> Result<GroupRecord, SnapshotError> {
 fn namespace(reader: &mut Reader<'_>) -> Result<NamespaceRecord, SnapshotError> {
     let engine_hash = EngineHash(reader.u64("an engine hash")?);
     let (lora, salt) = (reader.u64("an adapter")?, reader.u64("a salt")?);
-    let mut holds = [0; 4];
+    let mut holds = [0; 5];
     for holds in &mut holds {
         *holds = reader.varint_u32("the copies of a block")?;
     }
-    if holds == [0; 4] {
+    if holds == [0; 5] {
         return Err(SnapshotError::Value { field: "the copies of a block", value: 0, rule: "at least 1 in all tiers" });
     }
     Ok(NamespaceRecord { engine_hash, lora, salt, holds })

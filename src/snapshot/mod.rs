@@ -35,7 +35,7 @@
 //!           | next varint | list of payload hashes u64 | cold: 0, or cause 1 to 4, two varints, stored blocks varint
 //!           | list of (cache group u8, main u8, window varint) | connector u8
 //!           | list of (adapter name u64, identity of its weights u64), both hashed
-//!           | list of (engine hash u64, lora u64, salt u64, copies in each tier: four varints)
+//!           | list of (engine hash u64, lora u64, salt u64, copies in each tier, and possible ones: five varints)
 //!           | list of events | evicted blocks varint
 //! event:    type u8 (0 store, 1 store behind a parent, 2 removal, 3 clear, 4 offload, 5 offload behind a parent, 6 clear of
 //!           the tier; plus 8 x tier)
@@ -64,7 +64,7 @@ use crate::{ingest::SourcePosition, wire::DecoderState};
 const MAGIC: &[u8; 8] = b"PMANSNAP";
 
 /// Version of the format.
-const VERSION: u32 = 3;
+const VERSION: u32 = 4;
 
 /// Types of the events of a cache group; the following type is a store at the start of a prompt.
 const GROUP_STORED: u8 = 32;

@@ -21,6 +21,9 @@ const KEYS_SEED: u64 = 2;
 const LORA_ID_SEED: u64 = 3;
 const CHAIN_SEED: u64 = 4;
 
+/// Number of blocks without counted copies that are remembered.
+const DOUBTED_MAX: usize = 1 << 16;
+
 /// Contribution of a namespace to the seed of block hashes; zero for most blocks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Namespace {
@@ -78,8 +81,14 @@ pub(super) fn keys_hasher() -> Xxh3 {
 #[derive(Clone, Copy, Debug)]
 struct NamespacedBlock {
     namespace: Namespace,
-    /// Copies in each tier; each is removed by a separate event.
-    holds: [u32; 4],
+    /// Copies in each tier; each is removed by a separate event. The last number is 1 if the device may have another copy.
+    holds: [u32; 5],
+}
+
+impl NamespacedBlock {
+    fn of(namespace: Namespace) -> Self {
+        Self { namespace, holds: [0; 5] }
+    }
 }
 
 /// The blocks outside the default namespace, by engine hash.
@@ -88,6 +97,8 @@ pub(super) struct Namespaces {
     entries: AHashMap<u64, NamespacedBlock>,
     /// Whether lower tiers may have copies.
     has_copies: bool,
+    /// Upper bound of the entries without counted copies since the last purge.
+    doubted: usize,
     journal: Option<Journal>,
 }
 
@@ -137,9 +148,10 @@ impl Namespaces {
     pub(super) fn stored(&mut self, name: u64, namespace: Namespace, may_be_copy: bool) {
         if !namespace.is_default() {
             self.save(name);
-            let entry = self.entries.entry(name).or_insert(NamespacedBlock { namespace, holds: [0; 4] });
-            let holds = &mut entry.holds[StorageTier::Device as usize];
-            *holds = if may_be_copy { holds.saturating_add(1) } else { (*holds).max(1) };
+            let entry = self.entries.entry(name).or_insert(NamespacedBlock::of(namespace));
+            let [device, .., doubted] = &mut entry.holds;
+            *doubted |= u32::from(!may_be_copy && *device > 0);
+            *device = if may_be_copy { device.saturating_add(1) } else { (*device).max(1) };
             entry.namespace = namespace;
         } else if self.entries.contains_key(&name) {
             self.save(name);
@@ -154,22 +166,26 @@ impl Namespaces {
         }
         self.save(name);
         self.has_copies = true;
-        let entry = self.entries.entry(name).or_insert(NamespacedBlock { namespace, holds: [0; 4] });
+        let entry = self.entries.entry(name).or_insert(NamespacedBlock::of(namespace));
         let holds = &mut entry.holds[tier as usize];
         *holds = holds.saturating_add(1);
     }
 
-    /// Records the removal of a copy from one tier. Forgets the block with its last removal.
+    /// Records the removal of a copy from one tier. Forgets the block with its last removal, or with the next one if it may
+    /// have a copy that is not counted.
     pub(super) fn removed(&mut self, name: u64, tier: StorageTier) {
         if !self.entries.contains_key(&name) {
             return;
         }
         self.save(name);
         if let Some(entry) = self.entries.get_mut(&name) {
-            let holds = &mut entry.holds[tier as usize];
+            let is_counted = entry.holds[tier as usize] > 0;
+            let holds = &mut entry.holds[if is_counted || tier != StorageTier::Device { tier as usize } else { 4 }];
             *holds = holds.saturating_sub(1);
-            if entry.holds == [0; 4] {
+            if entry.holds == [0; 5] {
                 self.entries.remove(&name);
+            } else if entry.holds[..4] == [0; 4] {
+                self.doubted += 1;
             }
         }
     }
@@ -181,7 +197,10 @@ impl Namespaces {
         }
         self.entries.retain(|_, entry| {
             entry.holds[tier as usize] = 0;
-            entry.holds != [0; 4]
+            if tier == StorageTier::Device {
+                entry.holds[4] = 0;
+            }
+            entry.holds != [0; 5]
         });
     }
 
@@ -201,6 +220,10 @@ impl Namespaces {
     /// Commits the batch.
     pub(super) fn commit(&mut self) {
         self.journal = None;
+        if self.doubted > DOUBTED_MAX {
+            self.entries.retain(|_, entry| entry.holds[..4] != [0; 4]);
+            self.doubted = 0;
+        }
     }
 
     /// Rolls the batch back.
@@ -243,13 +266,30 @@ impl Namespaces {
     pub(super) fn resumed(records: &[NamespaceRecord]) -> Self {
         let entry = |record: &NamespaceRecord| {
             let NamespaceRecord { engine_hash, lora, salt, holds } = *record;
-            (engine_hash.0, NamespacedBlock { namespace: Namespace { lora, salt }, holds })
+            (engine_hash.0, NamespacedBlock { holds, ..NamespacedBlock::of(Namespace { lora, salt }) })
         };
-        Self { entries: records.iter().map(entry).collect(), has_copies: true, journal: None }
+        Self { entries: records.iter().map(entry).collect(), has_copies: true, ..Self::default() }
     }
 
     /// Number of remembered blocks.
     pub(super) fn len(&self) -> usize {
         self.entries.len()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Reports without copies leave blocks behind, for which no second removal comes.
+    #[test]
+    fn blocks_without_counted_copies_use_bounded_memory() {
+        let (mut namespaces, namespace) = (Namespaces::default(), Namespace { lora: 0, salt: 7 });
+        for name in 0..3 * DOUBTED_MAX as u64 {
+            (0..2).for_each(|_| namespaces.stored(name, namespace, false));
+            namespaces.removed(name, StorageTier::Device);
+            namespaces.commit();
+            assert!(namespaces.len() <= DOUBTED_MAX);
+        }
     }
 }

@@ -35,6 +35,7 @@ pub struct NamespaceRecord {
     pub lora: u64,
     /// Contribution of the salt and other keys to the hash seed.
     pub salt: u64,
-    /// Number of copies in each tier, in the order of [`StorageTier::ALL`](crate::protocol::StorageTier::ALL).
-    pub holds: [u32; 4],
+    /// Number of copies in each tier, in the order of [`StorageTier::ALL`](crate::protocol::StorageTier::ALL), and 1 if the
+    /// device may have another one.
+    pub holds: [u32; 5],
 }

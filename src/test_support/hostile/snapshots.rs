@@ -53,7 +53,7 @@ pub(super) fn seeds() -> Vec<Vec<u8>> {
             has_connector: true,
             identities: vec![(3, 4)],
             groups: vec![GroupRecord { group: 1, window_blocks: 8, is_main: false }],
-            namespaces: vec![NamespaceRecord { engine_hash: EngineHash(5), lora: 1, salt: 2, holds: [1, 0, 2, 0] }],
+            namespaces: vec![NamespaceRecord { engine_hash: EngineHash(5), lora: 1, salt: 2, holds: [1, 0, 2, 0, 1] }],
         },
         events: events
             .iter()
