@@ -73,40 +73,6 @@ fn admission_needs_the_blocks_of_the_first_chunk_or_of_the_whole_prompt() {
 }
 
 #[test]
-fn a_partial_prompt_without_free_blocks_waits_or_is_preempted() {
-    // Computed tokens after each step. The first request takes its third block in step 3 (token 9), its fourth in step 7
-    // (token 13). The second takes what is left of 4 tokens: 3, 6, 9, 12, 15 in steps 3 to 7. Then all 8 blocks are
-    // used, and the next chunk, up to 18 tokens, needs a fifth block.
-    let limited = |block_shortage| EngineConfig { step_tokens_max: 4, sequences_max: 2, block_shortage, ..config() };
-    let requests = [(8, 12), (20, 1)];
-
-    let mut waiting = rank(limited(BlockShortage::PromptsWait), &requests);
-    let steps: Vec<Step> = (0..8).map(|_| step(&mut waiting)).collect();
-    assert_eq!((steps[7].prefill_tokens, steps[7].decode_sequences, steps[7].preempted), (0, 1, 0));
-    let load = waiting.load();
-    assert_eq!((load.running, load.waiting, load.used_blocks), (2, 0, 8));
-
-    let mut preempting = rank(limited(BlockShortage::PromptsPreempt), &requests);
-    let mut steps: Vec<Step> = (0..8).map(|_| step(&mut preempting)).collect();
-    let prefills: Vec<u32> = steps.iter().map(|step| step.prefill_tokens).collect();
-    assert_eq!(prefills, [4, 4, 3, 3, 3, 3, 3, 0]);
-    assert_eq!((steps[7].decode_sequences, steps[7].preempted), (1, 1));
-    let load = preempting.load();
-    assert_eq!((load.running, load.waiting, load.used_blocks), (1, 1, 4));
-
-    // It needs 5 blocks, 3 of which are cached and free. 4 are free, then 3, until the first request ends in step 13.
-    while !preempting.is_idle() {
-        steps.push(step(&mut preempting));
-    }
-    let prefills: Vec<u32> = steps[8..].iter().map(|step| step.prefill_tokens).collect();
-    assert_eq!(prefills, [0, 0, 0, 0, 0, 4, 4], "12 of 20 tokens are found in the cache");
-    assert_eq!(ids(&steps[14]), [2]);
-    assert_eq!(steps[14].outputs[0].cached_tokens, 0, "as found at the first admission");
-    let computed: u32 = steps.iter().map(|step| step.prefill_tokens).sum();
-    assert_eq!(computed, 8 + 20 + 3, "3 tokens of an incomplete block are computed twice");
-}
-
-#[test]
 fn a_long_prompt_leaves_the_rest_of_the_step_to_others() {
     let limited = EngineConfig { step_tokens_max: 8, sequences_max: 3, prefill_chunk_max: 3, ..config() };
     let requests = [(7, 2), (2, 2), (6, 2)];

@@ -1,11 +1,9 @@
 //! Tests of the mock engine over loopback sockets, from the view of clients and routers.
 
-use pointsman_trial::mock::{Dialect, EventFormat, MockConfig, MockEngine, MockError, Tier};
+use pointsman_trial::mock::{Dialect, MockConfig, MockEngine, Tier};
 use serde_json::{Value as Json, json};
-use tokio::io::AsyncReadExt;
-use tokio::time::timeout;
 
-use crate::common::{PATIENCE, get, held, post, request, send};
+use crate::common::{get, held, post, request};
 
 /// Configuration at full speed with blocks of four tokens.
 fn fast() -> MockConfig {
@@ -33,10 +31,6 @@ async fn complete(engine: &MockEngine, rank: u16, tokens: &[u32], output_tokens:
 
 fn cached(answer: &Json) -> u64 {
     answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().expect("the usage contains cached tokens")
-}
-
-async fn quiet(engine: &MockEngine) {
-    timeout(PATIENCE, engine.quiet()).await.expect("the engine is idle before the timeout");
 }
 
 #[tokio::test]
@@ -138,66 +132,5 @@ async fn the_header_or_the_lowest_load_selects_the_rank() {
     assert_eq!((status(&engine, "2").await, status(&engine, "x").await), (400, 200), "vLLM reads past nonsense");
     engine.restart(Dialect::SglangMap).await.expect("the engine restarts");
     assert_eq!((status(&engine, "2").await, status(&engine, "x").await), (400, 400), "SGLang does not");
-    engine.shutdown().await;
-}
-
-#[tokio::test]
-async fn a_restart_resets_sequences_changes_the_dialect_and_breaks_streams() {
-    let engine = started(MockConfig { time_scale: 1.0, ..fast() }).await;
-    complete(&engine, 0, &prompt(1, 5), 1).await;
-    let streaming = json!({ "prompt": prompt(900, 9), "max_tokens": 240, "stream": true }).to_string();
-    let mut running = send(engine.address(), "POST", "/v1/completions", "", &streaming).await;
-    let mut begun = [0; 16];
-    timeout(PATIENCE, running.read_exact(&mut begun))
-        .await
-        .expect("response start before the timeout")
-        .expect("response start");
-    assert!(engine.sequence_next(0) > 0);
-
-    engine.restart(Dialect::SglangArray).await.expect("the engine restarts");
-    assert_eq!((engine.sequence_next(0), engine.held(0, Tier::Device).len()), (0, 0));
-    let mut rest = Vec::new();
-    let _ = timeout(PATIENCE, running.read_to_end(&mut rest)).await.expect("end before the timeout");
-    assert!(!String::from_utf8_lossy(&rest).contains("[DONE]"), "the stream broke");
-
-    complete(&engine, 0, &prompt(1, 5), 1).await;
-    quiet(&engine).await;
-    assert_eq!(engine.sequence_next(0), 1);
-    let impossible = EventFormat { dialect: Dialect::SglangMap, binary_hashes: true };
-    assert!(matches!(engine.restart(impossible).await, Err(MockError::Config(_))));
-    engine.shutdown().await;
-}
-
-#[tokio::test]
-async fn a_stopped_engine_restarts_on_the_same_addresses() {
-    let engine = started(MockConfig { data_parallel_size: 3, ..fast() }).await;
-    complete(&engine, 2, &prompt(1, 9), 1).await;
-    let (config, endpoint) = (engine.config().clone(), engine.event_endpoint(2));
-    let taken = MockEngine::start(config.clone()).await;
-    assert!(matches!(taken, Err(MockError::Listen { .. })), "the ports are taken");
-    engine.shutdown().await;
-    let engine = started(config).await;
-    assert_eq!((engine.event_endpoint(2), engine.sequence_next(2)), (endpoint, 0));
-    assert_eq!(complete(&engine, 2, &prompt(1, 9), 1).await, 0, "the cache is empty");
-    engine.shutdown().await;
-}
-
-#[tokio::test]
-async fn a_client_disconnect_cancels_its_request() {
-    let engine = started(MockConfig { time_scale: 1.0, kv_blocks: 7168, ..fast() }).await;
-    for stream in [true, false] {
-        // Two minutes of modelled GPU time, much longer than the test runs.
-        let body = json!({ "prompt": prompt(1, 9), "max_tokens": 20_000, "stream": stream }).to_string();
-        let client = send(engine.address(), "POST", "/v1/completions", "", &body).await;
-        timeout(PATIENCE, async {
-            while engine.is_quiet() {
-                tokio::task::yield_now().await;
-            }
-        })
-        .await
-        .expect("the request starts before the timeout");
-        drop(client);
-        quiet(&engine).await;
-    }
     engine.shutdown().await;
 }
