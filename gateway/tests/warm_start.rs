@@ -19,7 +19,7 @@ use pointsman_gateway::app::Gateway;
 use pointsman_gateway::settings::{ModelSettings, Settings, TokenSourceChoice};
 use pointsman_trial::mock::{MockConfig, MockEngine};
 use serde_json::Value;
-use tokio::time::{Instant, timeout};
+use tokio::time::timeout;
 
 use crate::common::directory::Directory;
 use crate::common::process::{Process, serve};
@@ -136,24 +136,13 @@ async fn restarted(signal: &str, interval_ms: u64) {
     for prompt in PROMPTS..PROMPTS + 2 {
         send(deployment.engines[0].address(), prompt).await;
     }
-    let begun = Instant::now();
     let process = deployment.start(&[&interval]).await;
-    let listening = begun.elapsed();
     ready(process.address).await;
-    let after = begun.elapsed();
     for prompt in 0..PROMPTS + 2 {
         send(process.address, prompt).await;
     }
     let count = (PROMPTS + 2) as usize;
     let predictions = deployment.predictions(count, count + PROMPTS as usize).await;
-    let sum = |of: fn(&(u64, u64)) -> u64| predictions.iter().map(of).sum::<u64>();
-    eprintln!(
-        "{signal}: listening after {listening:?}, ready after {after:?}; blind {} of {count}; cached tokens predicted \
-         {}, delivered {}",
-        blind(&predictions),
-        sum(|(predicted, _)| *predicted),
-        sum(|(_, delivered)| *delivered)
-    );
     assert_eq!(blind(&predictions), 0, "{predictions:?}");
     assert!(predictions.iter().all(|(predicted, delivered)| predicted == delivered), "{predictions:?}");
     let startup = process.startup.join("\n");
@@ -169,7 +158,6 @@ async fn restarted(signal: &str, interval_ms: u64) {
     }
     let total = count + 2 * PROMPTS as usize;
     let predictions = deployment.predictions(PROMPTS as usize, total).await;
-    eprintln!("{signal}, without the file: blind {} of {PROMPTS}", blind(&predictions));
     assert!(blind(&predictions) > PROMPTS as usize / 2, "{predictions:?}");
 }
 

@@ -102,39 +102,3 @@ pub(crate) async fn read_file(settings: &ModelSettings, directory: Option<&Path>
         }
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn pending_parts_are_named() {
-        let warm_start = WarmStart::default();
-        assert_eq!(warm_start.pending(&[]), None);
-        warm_start.set_fetching(Some("a snapshot is being fetched from replica 00000000000000ff".to_owned()));
-        let source = |restore| KvSourceStatus {
-            rank: pointsman::protocol::WorkerRank::new(pointsman::protocol::WorkerId(1), 0),
-            endpoint: String::new(),
-            connected: true,
-            caught_up: false,
-            state: pointsman::StreamState::Recovering,
-            reason: None,
-            unused: None,
-            last_error: None,
-            applied: None,
-            messages: 0,
-            message_age: None,
-            restore,
-            audit: None,
-        };
-        let unverified = Some(RestoreState::Unverified);
-        let sources = [unverified, None, Some(RestoreState::Dropped), Some(RestoreState::Resumed), unverified];
-        assert_eq!(
-            warm_start.pending(&sources.map(source)).as_deref(),
-            Some(
-                "a snapshot is being fetched from replica 00000000000000ff; 1 could not continue from their snapshot; \
-                 2 wait for the events since their snapshot"
-            )
-        );
-    }
-}
