@@ -231,6 +231,13 @@ const REJECTED: &str = r#"
 400 invalid_json POST W/1/drain {"timeout_ms":-1}
 422 rule_broken POST W/1/drain {"timeout_ms":86400001}
 400 invalid_prompt POST M/explain {}
+400 invalid_prompt POST M/explain {"tokens":[],"prompt":""}
+400 invalid_prompt POST M/explain {"tokens":[],"messages":[]}
+400 invalid_prompt POST M/explain {"prompt":"","messages":[]}
+400 invalid_prompt POST M/explain {"prompt":"","tools":[]}
+400 invalid_json POST M/explain {"tokens":[-1]}
+400 invalid_json POST M/explain {"tokens":[1],"tokens":[2]}
+400 invalid_json POST M/explain {"tokens":[1],"model":"m"}
 400 invalid_json POST M/explain {"tokens":[1],"pin":{"worker":"x"}}
 400 invalid_json PATCH W/1 {"taints":[],"taints":["a"]}
 400 invalid_json POST M/explain {"tokens":[4294967296]}

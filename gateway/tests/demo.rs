@@ -21,17 +21,6 @@ async fn report(config: &DemoConfig) -> Report {
     report
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn all_requests_succeed_and_the_router_has_more_cache_hits() {
-    let report = report(&config()).await;
-    assert!(report.is_clean(), "{report}");
-    assert_eq!((report.baseline.requests, report.routed.requests), (12, 12));
-    assert!(report.same_requests, "prompts quote responses, which do not depend on the engine");
-    assert_eq!(report.baseline.prompt_tokens, report.routed.prompt_tokens);
-    assert!(report.routed.cached_tokens > report.baseline.cached_tokens, "{report}");
-    assert!(!report.times_usable, "no pace is set");
-}
-
 #[tokio::test]
 async fn invalid_settings_are_rejected() {
     let refused = Demo::<OneModel>::run(&DemoConfig { time_scale: Some(-1.0), ..config() }, &Progress::silent()).await;
