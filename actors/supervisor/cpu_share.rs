@@ -6,7 +6,9 @@
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::fs;
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+use tokio::time::Instant;
 
 /// CPU time of the threads at the last sample.
 pub(super) struct CpuShare {
