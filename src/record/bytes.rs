@@ -3,7 +3,13 @@
 //! Small numbers take one byte. A reader returns `None` for bytes that no writer produces, and allocates no more than
 //! the bytes justify.
 
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use std::time::Duration;
+
+use smallvec::SmallVec;
+
+use crate::protocol::{Generation, Slot, Timestamp, WorkerId};
 
 /// Unread bytes.
 #[derive(Clone, Copy, Debug)]
@@ -161,6 +167,131 @@ pub(crate) fn put_words<const N: usize>(to: &mut Vec<u8>, words: &[u64; N]) {
     let mask = words.iter().rev().fold(0, |mask, word| mask << 1 | u64::from(*word != 0));
     put_number(to, mask);
     words.iter().filter(|word| **word != 0).for_each(|word| put_word(to, *word));
+}
+
+/// A value that a record contains, with one description of its bytes for writing and reading.
+pub(crate) trait Recorded: Sized {
+    fn put(&self, to: &mut Vec<u8>);
+
+    fn read(from: &mut Reader<'_>) -> Option<Self>;
+}
+
+/// Implements [`Recorded`] for structs: the given fields, which are all of them, in this order.
+macro_rules! recorded {
+    ($($name:ident { $($field:ident),+ $(,)? })+) => {$(
+        impl $crate::record::bytes::Recorded for $name {
+            #[inline]
+            fn put(&self, to: &mut Vec<u8>) {
+                $($crate::record::bytes::Recorded::put(&self.$field, to);)+
+            }
+
+            fn read(from: &mut $crate::record::bytes::Reader<'_>) -> Option<Self> {
+                Some(Self { $($field: $crate::record::bytes::Recorded::read(from)?,)+ })
+            }
+        }
+    )+};
+}
+pub(crate) use recorded;
+
+macro_rules! values {
+    ($($type:ty: $value:ident, $to:ident => $put:expr, $read:expr;)+) => {$(
+        impl Recorded for $type {
+            #[inline]
+            fn put(&self, $to: &mut Vec<u8>) {
+                let $value = self;
+                $put;
+            }
+
+            fn read(from: &mut Reader<'_>) -> Option<Self> {
+                $read(from)
+            }
+        }
+    )+};
+}
+
+values! {
+    u32: number, to => put_number(to, (*number).into()), Reader::u32;
+    u64: count, to => put_number(to, *count), Reader::count;
+    usize: number, to => put_number(to, *number as u64), Reader::usize;
+    f64: number, to => put_f64(to, *number), Reader::f64;
+    bool: flag, to => to.push((*flag).into()), |from: &mut Reader<'_>| Some(from.u8()? != 0);
+    Duration: duration, to => put_duration(to, *duration), Reader::duration;
+    Timestamp: at, to => put_number(to, at.0), |from: &mut Reader<'_>| from.number().map(Timestamp);
+    WorkerId: worker, to => put_number(to, worker.0), |from: &mut Reader<'_>| from.number().map(WorkerId);
+    Slot: slot, to => put_number(to, slot.0.into()), |from: &mut Reader<'_>| from.u32().map(Slot);
+    Generation: number, to => put_number(to, number.0.into()), |from: &mut Reader<'_>| from.u32().map(Generation);
+    String: text, to => put_text(to, text), |from: &mut Reader<'_>| from.text().map(str::to_owned);
+    Arc<str>: text, to => put_text(to, text), |from: &mut Reader<'_>| from.text().map(Arc::from);
+}
+
+macro_rules! lists {
+    ($($list:ty where $item:ident: $($bound:path),+;)+) => {$(
+        impl<$item: Recorded $(+ $bound)+> Recorded for $list {
+            fn put(&self, to: &mut Vec<u8>) {
+                put_number(to, self.len() as u64);
+                self.iter().for_each(|item| item.put(to));
+            }
+
+            fn read(from: &mut Reader<'_>) -> Option<Self> {
+                Some(from.list(Recorded::read)?.into_iter().collect())
+            }
+        }
+    )+};
+}
+
+lists! {
+    Vec<T> where T: Sized;
+    BTreeSet<T> where T: Ord;
+    SmallVec<[T; 2]> where T: Sized;
+}
+
+impl<K: Recorded + Ord, V: Recorded> Recorded for BTreeMap<K, V> {
+    fn put(&self, to: &mut Vec<u8>) {
+        put_number(to, self.len() as u64);
+        for (key, value) in self {
+            key.put(to);
+            value.put(to);
+        }
+    }
+
+    fn read(from: &mut Reader<'_>) -> Option<Self> {
+        Some(from.list(Recorded::read)?.into_iter().collect())
+    }
+}
+
+impl<T: Recorded> Recorded for Option<T> {
+    fn put(&self, to: &mut Vec<u8>) {
+        put_optional(to, self.as_ref(), |to, value| value.put(to));
+    }
+
+    fn read(from: &mut Reader<'_>) -> Option<Self> {
+        from.optional(Recorded::read)
+    }
+}
+
+impl<A: Recorded, B: Recorded> Recorded for (A, B) {
+    fn put(&self, to: &mut Vec<u8>) {
+        self.0.put(to);
+        self.1.put(to);
+    }
+
+    fn read(from: &mut Reader<'_>) -> Option<Self> {
+        Some((A::read(from)?, B::read(from)?))
+    }
+}
+
+impl<const N: usize> Recorded for [u32; N] {
+    fn put(&self, to: &mut Vec<u8>) {
+        self.iter().for_each(|word| word.put(to));
+    }
+
+    fn read(from: &mut Reader<'_>) -> Option<Self> {
+        let mut words = [0; N];
+        for word in &mut words {
+            *word = from.u32()?;
+        }
+        Some(words)
+    }
 }
 
 #[cfg(test)]

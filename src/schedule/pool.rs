@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::load::PlacementRate;
 use crate::protocol::Timestamp;
-use crate::record::bytes::{Reader, put_f64, put_number, put_optional};
+use crate::record::bytes::recorded;
 
 /// Sums over the ranks of a pool.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -27,6 +27,10 @@ pub(super) struct Arrivals {
     at: Timestamp,
 }
 
+recorded! {
+    Arrivals { count, prefill_seconds, since, at }
+}
+
 /// Time constant of the weights.
 const WINDOW: Duration = Duration::from_secs(20);
 
@@ -43,22 +47,6 @@ impl Arrivals {
             since: self.since.or(Some(now)),
             at: now.max(self.at),
         };
-    }
-
-    pub(super) fn put(&self, to: &mut Vec<u8>) {
-        put_f64(to, self.count);
-        put_f64(to, self.prefill_seconds);
-        put_optional(to, self.since, |to, since| put_number(to, since.0));
-        put_number(to, self.at.0);
-    }
-
-    pub(super) fn read(from: &mut Reader<'_>) -> Option<Self> {
-        Some(Self {
-            count: from.f64()?,
-            prefill_seconds: from.f64()?,
-            since: from.optional(Reader::number)?.map(Timestamp),
-            at: Timestamp(from.number()?),
-        })
     }
 
     /// The rate at `now`.

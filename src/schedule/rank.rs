@@ -8,8 +8,6 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
-pub(super) use keyframe::{put_load, put_speed, read_load, read_speed};
-
 use super::latency::recent::RecentWork;
 pub(super) use super::projected::{Projected, ProjectedPrompt};
 use super::view::{Added, View, Wait};

@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use crate::load::{EngineSpeed, PublishedSpeed};
 use crate::protocol::Timestamp;
-use crate::record::bytes::{Reader, put_f64, put_number, put_optional};
+use crate::record::bytes::recorded;
 use crate::schedule::LoadView;
-use crate::schedule::rank::{About, Rank, put_speed, read_speed};
+use crate::schedule::rank::{About, Rank};
 
 /// Running means cover about 64 placements each.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -26,6 +26,10 @@ pub(in crate::schedule) struct Typical {
     pub(in crate::schedule) step_ratio: f64,
     /// Share of cached prompt tokens.
     cached_share: f64,
+}
+
+recorded! {
+    Typical { speed, speed_at, output_tokens, wait_seconds, step_ratio, cached_share }
 }
 
 /// Weight of the newest value in a mean.
@@ -51,24 +55,6 @@ impl Typical {
             step_ratio: 1.0,
             cached_share: 0.0,
         }
-    }
-
-    pub(in crate::schedule) fn put(&self, to: &mut Vec<u8>) {
-        put_speed(to, &self.speed);
-        put_optional(to, self.speed_at, |to, at| put_number(to, at.0));
-        let numbers = [self.output_tokens, self.wait_seconds, self.step_ratio, self.cached_share];
-        numbers.into_iter().for_each(|number| put_f64(to, number));
-    }
-
-    pub(in crate::schedule) fn read(from: &mut Reader<'_>) -> Option<Self> {
-        Some(Self {
-            speed: read_speed(from)?,
-            speed_at: from.optional(Reader::number)?.map(Timestamp),
-            output_tokens: from.f64()?,
-            wait_seconds: from.f64()?,
-            step_ratio: from.f64()?,
-            cached_share: from.f64()?,
-        })
     }
 
     /// Adds a placement; an empty prompt does not affect the cached share.

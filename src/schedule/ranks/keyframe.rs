@@ -1,9 +1,8 @@
 //! The state of all ranks in a keyframe.
 
 use super::Ranks;
-use crate::protocol::{Slot, Timestamp};
-use crate::record::bytes::{Reader, put_number};
-use crate::schedule::rank::{Rank, put_speed, read_speed};
+use crate::record::bytes::{Reader, Recorded, put_number};
+use crate::schedule::rank::Rank;
 use crate::schedule::rank_status::RankStatus;
 
 impl Ranks {
@@ -17,10 +16,9 @@ impl Ranks {
         if !self.columns_are_fresh() {
             self.rebuild_columns();
         }
-        put_number(to, self.refreshed_at.0);
-        put_speed(to, &self.typical);
-        put_number(to, self.touched.len() as u64);
-        self.touched.iter().for_each(|slot| put_number(to, slot.0.into()));
+        self.refreshed_at.put(to);
+        self.typical.put(to);
+        self.touched.put(to);
         put_number(to, self.all.len() as u64);
         for (rank, status) in self.all.iter().zip(&self.statuses) {
             put_number(to, status.to_bits());
@@ -30,9 +28,9 @@ impl Ranks {
 
     /// Replaces the state by a written one. `None` if the bytes are malformed.
     pub(crate) fn read(&mut self, from: &mut Reader<'_>) -> Option<()> {
-        self.refreshed_at = Timestamp(from.number()?);
-        self.typical = read_speed(from)?;
-        self.touched = from.list(|from| from.u32().map(Slot))?;
+        self.refreshed_at = Recorded::read(from)?;
+        self.typical = Recorded::read(from)?;
+        self.touched = Recorded::read(from)?;
         let ranks = from.list(|from| Some((RankStatus::from_bits(from.number()?), Rank::read(from)?)))?;
         (self.statuses, self.all) = ranks.into_iter().unzip();
         let is_sorted = self.all.is_sorted_by(|a, b| a.rank < b.rank);

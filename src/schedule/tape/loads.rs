@@ -1,9 +1,10 @@
 //! View of the loads that records every read.
 
-use super::reads::Tape;
+use super::reads::{ReadCell, Tape, entry, put_time};
 use crate::engine_load::EngineLoad;
 use crate::load::{BoardLoad, BoardVersion, PeerLoad, PlacementRate, SpeedCell};
 use crate::protocol::{Slot, Timestamp};
+use crate::record::bytes::{Recorded, put_words};
 use crate::schedule::LoadView;
 
 /// Loads whose reads are recorded on a [`Tape`].
@@ -40,22 +41,40 @@ impl<V: LoadView> LoadView for TapedLoads<'_, V> {
 
     #[inline]
     fn held_blocks(&self, slot: Slot) -> u32 {
-        self.tape.read_held_blocks(slot, || self.loads.held_blocks(slot))
+        let kind = (ReadCell::HeldBlocks, entry::HELD_BLOCKS);
+        self.tape.read_cell(
+            slot,
+            kind,
+            || self.loads.held_blocks(slot),
+            |cell| &mut cell.held_blocks,
+            |to, blocks| blocks.put(to),
+        )
     }
 
     #[inline]
     fn index_changed_at(&self, slot: Slot) -> Option<Timestamp> {
-        self.tape.read_index_changed_at(slot, || self.loads.index_changed_at(slot))
+        let kind = (ReadCell::IndexChangedAt, entry::INDEX_CHANGED_AT);
+        let read = || self.loads.index_changed_at(slot);
+        self.tape.read_cell(slot, kind, read, |cell| &mut cell.index_changed_at, |to, at| put_time(to, *at))
     }
 
     #[inline]
     fn engine_load(&self, slot: Slot) -> Option<EngineLoad> {
-        self.tape.read_engine_load(slot, || self.loads.engine_load(slot))
+        let kind = (ReadCell::EngineLoad, entry::ENGINE_LOAD);
+        self.tape.read_cell(
+            slot,
+            kind,
+            || self.loads.engine_load(slot),
+            |cell| &mut cell.engine_load,
+            |to, load| load.put(to),
+        )
     }
 
     #[inline]
     fn peer_load(&self, slot: Slot) -> PeerLoad {
-        self.tape.read_peers(slot, || self.loads.peer_load(slot))
+        let (kind, put) =
+            ((ReadCell::Peers, entry::PEERS), |to: &mut Vec<u8>, load: &PeerLoad| put_words(to, &load.to_words()));
+        self.tape.read_cell(slot, kind, || self.loads.peer_load(slot), |cell| &mut cell.peers, put)
     }
 
     #[inline]

@@ -1,8 +1,7 @@
 //! Bytes of the outcome of one request.
 
-use super::request::{put_rank, read_rank};
 use crate::protocol::{Slot, WorkerRank};
-use crate::record::bytes::{Reader, put_number, put_optional, put_text, put_word};
+use crate::record::bytes::{Reader, Recorded, put_number, put_text, put_word};
 use crate::schedule::progress::Verdict;
 use crate::schedule::types::Effect;
 
@@ -58,7 +57,7 @@ pub(super) fn put_outcome<T>(
 ) {
     to.push(verdict as u8 | if session.is_some() { SESSION_CHANGED } else { 0 });
     if let Some(session) = session {
-        put_optional(to, session, put_rank);
+        session.put(to);
     }
     match (verdict, effect) {
         (Verdict::Placed, Some(effect)) => {
@@ -76,7 +75,7 @@ pub(super) fn put_outcome<T>(
 /// A recorded outcome, and the session if it has changed.
 pub(super) fn read_outcome(from: &mut Reader<'_>) -> Option<(Outcome, Option<Option<WorkerRank>>)> {
     let kind = from.u8()?;
-    let session = if kind & SESSION_CHANGED != 0 { Some(from.optional(read_rank)?) } else { None };
+    let session = if kind & SESSION_CHANGED != 0 { Some(Recorded::read(from)?) } else { None };
     let outcome = match kind & !SESSION_CHANGED {
         1 => Outcome::Passed,
         2 => Outcome::Aged,

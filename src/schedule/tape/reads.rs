@@ -10,7 +10,7 @@ use std::cell::{Cell, RefCell};
 use crate::engine_load::{EngineLoad, EngineReading};
 use crate::load::{BoardLoad, PeerLoad, PlacementRate, SpeedCell, SpeedSample};
 use crate::protocol::{Slot, Timestamp};
-use crate::record::bytes::{put_f64, put_number, put_optional, put_signed, put_word, put_words};
+use crate::record::bytes::{Reader, Recorded, put_number, put_signed, put_word, recorded};
 
 /// The entries of one scheduler, and copies of the cells that it has read.
 #[derive(Debug, Default)]
@@ -76,7 +76,7 @@ pub(super) struct CellCopy {
 
 /// A cell of a slot.
 #[derive(Clone, Copy)]
-enum ReadCell {
+pub(super) enum ReadCell {
     Board,
     Speed,
     HeldBlocks,
@@ -214,40 +214,15 @@ impl Tape {
         of(&cell.speed)
     }
 
-    pub(super) fn read_held_blocks(&self, slot: Slot, read: impl FnOnce() -> u32) -> u32 {
-        let put = |to: &mut Vec<u8>, blocks: u32| put_number(to, blocks.into());
-        self.read_cell(slot, (ReadCell::HeldBlocks, entry::HELD_BLOCKS), read, |cell| &mut cell.held_blocks, put)
-    }
-
-    pub(super) fn read_index_changed_at(
-        &self,
-        slot: Slot,
-        read: impl FnOnce() -> Option<Timestamp>,
-    ) -> Option<Timestamp> {
-        let kind = (ReadCell::IndexChangedAt, entry::INDEX_CHANGED_AT);
-        self.read_cell(slot, kind, read, |cell| &mut cell.index_changed_at, put_time)
-    }
-
-    pub(super) fn read_engine_load(&self, slot: Slot, read: impl FnOnce() -> Option<EngineLoad>) -> Option<EngineLoad> {
-        let kind = (ReadCell::EngineLoad, entry::ENGINE_LOAD);
-        self.read_cell(slot, kind, read, |cell| &mut cell.engine_load, put_engine_load)
-    }
-
-    #[inline]
-    pub(super) fn read_peers(&self, slot: Slot, read: impl FnOnce() -> PeerLoad) -> PeerLoad {
-        let put = |to: &mut Vec<u8>, load: PeerLoad| put_words(to, &load.to_words());
-        self.read_cell(slot, (ReadCell::Peers, entry::PEERS), read, |cell| &mut cell.peers, put)
-    }
-
     /// Copies a cell if this is its first read of the batch, and writes the value if it differs from the copy.
     #[inline]
-    fn read_cell<R: Copy + PartialEq>(
+    pub(super) fn read_cell<R: Copy + PartialEq>(
         &self,
         slot: Slot,
         (cell, kind): (ReadCell, u8),
         read: impl FnOnce() -> R,
         copy: impl FnOnce(&mut CellCopy) -> &mut R,
-        put: impl FnOnce(&mut Vec<u8>, R),
+        put: impl FnOnce(&mut Vec<u8>, &R),
     ) -> R {
         let mut cells = self.cells.borrow_mut();
         let copies = of_slot(&mut cells, slot);
@@ -258,7 +233,7 @@ impl Tape {
             if value != std::mem::replace(copy, value) {
                 let reads = &mut self.taped.borrow_mut().bytes;
                 put_slot(reads, kind, slot);
-                put(reads, value);
+                put(reads, &value);
             }
         }
         *copy
@@ -268,8 +243,7 @@ impl Tape {
         if rate != self.arrivals.replace(rate) {
             let reads = &mut self.taped.borrow_mut().bytes;
             reads.push(entry::ARRIVALS);
-            put_f64(reads, rate.placements_per_second);
-            put_f64(reads, rate.work_per_second);
+            rate.put(reads);
         }
         rate
     }
@@ -310,11 +284,22 @@ pub(super) fn put_time(to: &mut Vec<u8>, time: Option<Timestamp>) {
     put_number(to, time.map_or(0, |at| at.0.saturating_add(1)));
 }
 
-pub(super) fn put_engine_load(to: &mut Vec<u8>, load: Option<EngineLoad>) {
-    put_optional(to, load, |to, EngineLoad { reading: EngineReading { running, waiting, kv_usage, sleep: _ }, at }| {
-        put_number(to, at.0);
-        put_optional(to, running, |to, count| put_number(to, count.into()));
-        put_optional(to, waiting, |to, count| put_number(to, count.into()));
-        put_optional(to, kv_usage, put_f64);
-    });
+impl Recorded for EngineLoad {
+    fn put(&self, to: &mut Vec<u8>) {
+        let Self { reading: EngineReading { running, waiting, kv_usage, sleep: _ }, at } = self;
+        at.put(to);
+        running.put(to);
+        waiting.put(to);
+        kv_usage.put(to);
+    }
+
+    fn read(from: &mut Reader<'_>) -> Option<Self> {
+        let at = Recorded::read(from)?;
+        let (running, waiting, kv_usage) = (Recorded::read(from)?, Recorded::read(from)?, Recorded::read(from)?);
+        Some(Self { reading: EngineReading { running, waiting, kv_usage, sleep: None }, at })
+    }
+}
+
+recorded! {
+    PlacementRate { placements_per_second, work_per_second }
 }

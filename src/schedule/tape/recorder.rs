@@ -5,14 +5,12 @@ use std::sync::Arc;
 
 use super::loads::TapedLoads;
 use super::outcome::put_outcome;
-use super::reads::{CellCopy, Tape, entry, put_engine_load, put_time};
+use super::reads::{CellCopy, Tape, entry, put_time};
 use super::request::RequestParts;
-use crate::load::SpeedSample;
 use crate::protocol::Timestamp;
-use crate::record::bytes::{put_f64, put_number, put_signed};
+use crate::record::bytes::{Recorded, put_number, put_signed};
 use crate::schedule::pending::PendingRequest;
 use crate::schedule::progress::Progress;
-use crate::schedule::rank::put_load;
 use crate::schedule::state::Pool;
 use crate::schedule::types::{Effect, Input, LoadAnswer};
 use crate::schedule::{LoadView, Schedule};
@@ -165,10 +163,9 @@ impl<T> Recorder<T> {
             to.push(1);
             put_number(to, current.clone().count() as u64);
             for LoadAnswer { slot, load, shared_blocks, .. } in current {
-                put_number(to, slot.0.into());
-                put_load(to, load);
-                put_number(to, shared_blocks.len() as u64);
-                shared_blocks.iter().for_each(|blocks| put_number(to, (*blocks).into()));
+                slot.put(to);
+                load.put(to);
+                shared_blocks.put(to);
             }
         });
     }
@@ -196,19 +193,17 @@ impl<T> Recorder<T> {
             pool.typical.put(to);
             pool.arrival_rate.put(to);
             pool.ranks.put(to);
-            put_f64(to, arrivals.placements_per_second);
-            put_f64(to, arrivals.work_per_second);
+            arrivals.put(to);
             put_number(to, pool.ranks.as_slice().len() as u64);
         });
         for rank in pool.ranks.as_slice() {
             let slot = rank.slot();
             let put = |to: &mut Vec<u8>, cells: &CellCopy| {
-                put_number(to, slot.0.into());
-                let words: [u32; SpeedSample::WORDS] = cells.speed.sample().to_words();
-                words.iter().for_each(|word| put_number(to, (*word).into()));
-                put_number(to, cells.held_blocks.into());
+                slot.put(to);
+                cells.speed.sample().to_words().put(to);
+                cells.held_blocks.put(to);
                 put_time(to, cells.index_changed_at);
-                put_engine_load(to, cells.engine_load);
+                cells.engine_load.put(to);
             };
             tape.with_cells(slot, |cells| tape.write(|to, _| put(to, cells)));
         }

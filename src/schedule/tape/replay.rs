@@ -16,14 +16,14 @@ use crate::config::RouterConfig;
 use crate::load::{PlacementRate, PromptBlocks};
 use crate::policy::Policy;
 use crate::protocol::{Slot, Timestamp, WorkerRank};
-use crate::record::bytes::Reader;
+use crate::record::bytes::{Reader, Recorded};
 use crate::schedule::appraisal::ShadowReport;
 use crate::schedule::choice::Choice;
 use crate::schedule::explanation::Explanation;
 use crate::schedule::latency::typical::Typical;
 use crate::schedule::pending::{PendingRequest, longest_blocks};
 use crate::schedule::pool::Arrivals;
-use crate::schedule::rank::{Rank, read_load};
+use crate::schedule::rank::Rank;
 use crate::schedule::search::Search;
 use crate::schedule::types::{LoadAnswer, Purpose};
 use crate::schedule::{Extensions, Schedule};
@@ -240,7 +240,7 @@ impl Replay {
         schedule.pool.typical = Typical::read(from)?;
         schedule.pool.arrival_rate = Arrivals::read(from)?;
         schedule.pool.ranks.read(from)?;
-        let arrivals = PlacementRate { placements_per_second: from.f64()?, work_per_second: from.f64()? };
+        let arrivals = PlacementRate::read(from)?;
         schedule.pool.peers = arrivals;
         self.loads.set_arrivals(arrivals);
         for _ in 0..from.length()? {
@@ -302,7 +302,7 @@ impl Replay {
                 cancelled,
             });
         }
-        let slots = from.list(|from| from.u32().map(Slot))?;
+        let slots: Vec<Slot> = Recorded::read(from)?;
         if self.mode == ReplayMode::Verify {
             let (found, listed) = schedule.shortlist(&self.in_flight, &self.loads);
             (self.is_listed_alike, self.listed) = (found == slots, listed);
@@ -421,8 +421,7 @@ impl Replay {
 
 fn read_answers(schedule: &mut Schedule<Box<str>>, from: &mut Reader<'_>) -> Option<()> {
     for _ in 0..from.length()? {
-        let slot = Slot(from.u32()?);
-        let (load, shared_blocks) = (read_load(from)?, from.list(Reader::u32)?.into());
+        let (slot, (load, shared_blocks)) = Recorded::read(from)?;
         let position = schedule.pool.ranks.position_in(slot)?;
         let generation = schedule.pool.ranks.as_slice()[position].generation;
         schedule.pool.ranks.answered(LoadAnswer { slot, generation, load, shared_blocks });

@@ -3,10 +3,10 @@
 use std::cell::{Cell, RefCell};
 
 use super::reads::entry;
-use crate::engine_load::{EngineLoad, EngineReading};
+use crate::engine_load::EngineLoad;
 use crate::load::{BoardLoad, BoardVersion, PeerLoad, PlacementRate, SpeedCell, SpeedSample};
 use crate::protocol::{Slot, Timestamp};
-use crate::record::bytes::Reader;
+use crate::record::bytes::{Reader, Recorded};
 use crate::schedule::LoadView;
 use crate::schedule::ranks::SLOTS_MAX;
 
@@ -48,14 +48,10 @@ impl ReplayLoads {
         let cell = self.cell(slot)?;
         (cell.words, cell.peers) = (board.to_words(), peers);
         cell.news.set(None);
-        let mut words = [0; SpeedSample::WORDS];
-        for word in &mut words {
-            *word = from.u32()?;
-        }
-        cell.speed.restore(&SpeedSample::from_words(words));
+        cell.speed.restore(&SpeedSample::from_words(Recorded::read(from)?));
         cell.held_blocks = from.u32()?;
         cell.index_changed_at = from.number()?.checked_sub(1).map(Timestamp);
-        cell.engine_load = read_engine_load(from)?;
+        cell.engine_load = Recorded::read(from)?;
         Some(())
     }
 
@@ -66,7 +62,7 @@ impl ReplayLoads {
     /// Applies a read of a cell.
     pub(super) fn apply(&mut self, kind: u8, from: &mut Reader<'_>) -> Option<()> {
         if kind == entry::ARRIVALS {
-            self.arrivals = PlacementRate { placements_per_second: from.f64()?, work_per_second: from.f64()? };
+            self.arrivals = PlacementRate::read(from)?;
             return Some(());
         }
         let cell = self.cell(Slot(from.u32()?))?;
@@ -92,7 +88,7 @@ impl ReplayLoads {
             }
             entry::HELD_BLOCKS => cell.held_blocks = from.u32()?,
             entry::INDEX_CHANGED_AT => cell.index_changed_at = from.number()?.checked_sub(1).map(Timestamp),
-            entry::ENGINE_LOAD => cell.engine_load = read_engine_load(from)?,
+            entry::ENGINE_LOAD => cell.engine_load = Recorded::read(from)?,
             entry::PEERS => cell.peers = PeerLoad::from_words(from.words()?),
             _ => return None,
         }
@@ -110,15 +106,6 @@ impl ReplayLoads {
     fn of<R: Default>(&self, slot: Slot, read: impl FnOnce(&ReplayCell) -> R) -> R {
         self.cells.get(slot.index()).and_then(Option::as_deref).map(read).unwrap_or_default()
     }
-}
-
-fn read_engine_load(from: &mut Reader<'_>) -> Option<Option<EngineLoad>> {
-    from.optional(|from| {
-        let at = Timestamp(from.number()?);
-        let (running, waiting) = (from.optional(Reader::u32)?, from.optional(Reader::u32)?);
-        let reading = EngineReading { running, waiting, kv_usage: from.optional(Reader::f64)?, sleep: None };
-        Some(EngineLoad { reading, at })
-    })
 }
 
 impl LoadView for ReplayLoads {

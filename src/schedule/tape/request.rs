@@ -1,15 +1,13 @@
 //! Bytes of a recorded request: its facts without content. Prompts are fingerprints, sessions their last rank.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Duration;
 
 use super::reads::Last;
 use crate::config::RouterConfigOverride;
 use crate::load::{PromptBlocks, PromptFingerprint};
-use crate::protocol::{Generation, SequenceHash, Slot, Timestamp, WorkerId, WorkerRank};
+use crate::protocol::{Generation, SequenceHash, Slot, Timestamp, WorkerRank};
 use crate::queue::ClassId;
-use crate::record::bytes::{Reader, put_duration, put_f64, put_number, put_optional, put_signed, put_text};
+use crate::record::bytes::{Reader, Recorded, put_number, put_signed, put_text, recorded};
 use crate::schedule::types::{Purpose, Request, Target};
 use crate::schedule::{ResolvedOptions, ResolvedTargets};
 use crate::select::{Constraints, Pin, PinMode, RankOverlap, SharedHits, TierOverlap};
@@ -72,28 +70,17 @@ impl<T> RequestParts<'_, T> {
         to.push(bits.len() as u8);
         to.extend_from_slice(bits);
         put_overlaps(to, &request.overlaps, is_current);
-        if let Some(session) = self.session {
-            put_rank(to, session);
-        }
-        if let Some(class) = self.class {
-            put_number(to, class.0.into());
-        }
-        if let Some((distance, blocks)) = self.parent {
-            put_number(to, distance as u64);
-            put_number(to, blocks.into());
-        }
+        put_present(to, self.session.as_ref());
+        put_present(to, self.class.map(|class| class.0).as_ref());
+        put_present(to, self.parent.as_ref());
         if !request.shared_cache.ranges().is_empty() {
             let ranges = request.shared_cache.ranges();
             put_number(to, ranges.len() as u64);
-            for range in ranges {
-                put_number(to, range.start.into());
-                put_number(to, range.end.into());
-            }
+            ranges.iter().for_each(|range| (range.start, range.end).put(to));
         }
         if let Target::Exactly { rank, cached_tokens, expected_duration } = request.target {
-            put_rank(to, rank);
-            put_optional(to, cached_tokens, |to, tokens| put_number(to, tokens.into()));
-            put_optional(to, expected_duration, put_duration);
+            rank.put(to);
+            (cached_tokens, expected_duration).put(to);
         }
         if let Some(options) = request.options.as_deref() {
             put_options(to, options);
@@ -120,17 +107,16 @@ impl RecordedRequest {
         // A prompt without a fingerprint shares no blocks.
         let fingerprint = PromptFingerprint::from_bits(bits, if bits.is_empty() { 0 } else { block_count })?;
         let overlaps = read_overlaps(from, generation_in)?;
-        let session = if flags & SESSION != 0 { Some(read_rank(from)?) } else { None };
-        let class = if flags & CLASS != 0 { Some(ClassId(from.u32()?)) } else { None };
-        let parent = if flags & PARENT != 0 { Some((from.usize()?, from.u32()?)) } else { None };
+        let session = read_if(flags & SESSION != 0, from)?;
+        let class = read_if(flags & CLASS != 0, from)?.map(ClassId);
+        let parent: Option<(usize, u32)> = read_if(flags & PARENT != 0, from)?;
         let shared_cache = if flags & SHARED_CACHE != 0 {
             SharedHits::new(from.list(|from| Some(from.u32()?..from.u32()?))?)
         } else {
             SharedHits::default()
         };
         let target = if flags & EXACTLY != 0 {
-            let rank = read_rank(from)?;
-            let (cached_tokens, expected_duration) = (from.optional(Reader::u32)?, from.optional(Reader::duration)?);
+            let (rank, (cached_tokens, expected_duration)) = Recorded::read(from)?;
             Target::Exactly { rank, cached_tokens, expected_duration }
         } else {
             Target::Any
@@ -270,15 +256,6 @@ fn read_overlaps(
     codes.iter().map(overlap).collect()
 }
 
-pub(super) fn put_rank(to: &mut Vec<u8>, rank: WorkerRank) {
-    put_number(to, rank.worker.0);
-    put_number(to, rank.rank.into());
-}
-
-pub(super) fn read_rank(from: &mut Reader<'_>) -> Option<WorkerRank> {
-    Some(WorkerRank::new(WorkerId(from.number()?), from.u32()?))
-}
-
 fn put_options(to: &mut Vec<u8>, options: &ResolvedOptions) {
     let ResolvedOptions { constraints, lora_name, expected_output_tokens, targets, overrides, .. } = options;
     let bits = [
@@ -292,131 +269,58 @@ fn put_options(to: &mut Vec<u8>, options: &ResolvedOptions) {
         !overrides.is_empty(),
     ];
     to.push(bits.into_iter().zip(0..).fold(0, |flags, (bit, at)| flags | u8::from(bit) << at));
-    if bits[0] {
-        put_constraints(to, constraints);
-    }
-    if let Some(name) = lora_name {
-        put_text(to, name);
-    }
-    if let Some(tokens) = expected_output_tokens {
-        put_number(to, (*tokens).into());
-    }
-    if let Some(tokens) = options.usual_output_tokens {
-        put_f64(to, tokens);
-    }
-    if let Some(tokens) = options.output_tokens_max {
-        put_number(to, tokens.into());
-    }
-    if let Some(targets) = targets {
-        put_targets(to, targets);
-    }
-    if bits[7] {
-        put_overrides(to, overrides);
-    }
+    put_present(to, bits[0].then_some(constraints));
+    put_present(to, lora_name.as_ref());
+    put_present(to, expected_output_tokens.as_ref());
+    put_present(to, options.usual_output_tokens.as_ref());
+    put_present(to, options.output_tokens_max.as_ref());
+    put_present(to, targets.as_ref());
+    put_present(to, bits[7].then_some(overrides));
 }
 
 fn read_options(from: &mut Reader<'_>) -> Option<ResolvedOptions> {
     let flags = from.u8()?;
     let has = |bit: u8| flags >> bit & 1 == 1;
-    let mut options = ResolvedOptions { not_streamed: has(5), ..ResolvedOptions::default() };
-    if has(0) {
-        options.constraints = read_constraints(from)?;
-    }
-    if has(1) {
-        options.lora_name = Some(from.text()?.into());
-    }
-    if has(2) {
-        options.expected_output_tokens = Some(from.u32()?);
-    }
-    if has(3) {
-        options.usual_output_tokens = Some(from.f64()?);
-    }
-    if has(4) {
-        options.output_tokens_max = Some(from.u32()?);
-    }
-    if has(6) {
-        options.targets = Some(read_targets(from)?);
-    }
-    if has(7) {
-        options.overrides = read_overrides(from)?;
-    }
-    Some(options)
-}
-
-fn put_constraints(to: &mut Vec<u8>, constraints: &Constraints) {
-    put_optional(to, constraints.allowed_workers.as_ref(), |to, allowed| {
-        put_number(to, allowed.len() as u64);
-        allowed.iter().for_each(|worker| put_number(to, worker.0));
-    });
-    put_number(to, constraints.excluded_ranks.len() as u64);
-    constraints.excluded_ranks.iter().for_each(|rank| put_rank(to, *rank));
-    put_optional(to, constraints.pin, |to, Pin { worker, rank, mode }| {
-        put_number(to, worker.0);
-        put_optional(to, rank, |to, rank| put_number(to, rank.into()));
-        to.push((mode == PinMode::Soft).into());
-    });
-    put_number(to, constraints.required_taints.len() as u64);
-    constraints.required_taints.iter().for_each(|taint| put_text(to, taint));
-    put_number(to, constraints.preferred_taints.len() as u64);
-    for (taint, weight) in &constraints.preferred_taints {
-        put_text(to, taint);
-        put_f64(to, *weight);
-    }
-}
-
-fn read_constraints(from: &mut Reader<'_>) -> Option<Constraints> {
-    Some(Constraints {
-        allowed_workers: from
-            .optional(|from| Some(from.list(|from| from.number().map(WorkerId))?.into_iter().collect()))?,
-        excluded_ranks: from.list(read_rank)?.into_iter().collect(),
-        pin: from.optional(|from| {
-            let (worker, rank) = (WorkerId(from.number()?), from.optional(Reader::u32)?);
-            Some(Pin { worker, rank, mode: if from.u8()? == 0 { PinMode::Hard } else { PinMode::Soft } })
-        })?,
-        required_taints: from.list(|from| from.text().map(str::to_owned))?.into_iter().collect(),
-        preferred_taints: from
-            .list(|from| Some((from.text()?.to_owned(), from.f64()?)))?
-            .into_iter()
-            .collect::<BTreeMap<_, _>>(),
+    Some(ResolvedOptions {
+        not_streamed: has(5),
+        constraints: read_if(has(0), from)?.unwrap_or_default(),
+        lora_name: read_if(has(1), from)?,
+        expected_output_tokens: read_if(has(2), from)?,
+        usual_output_tokens: read_if(has(3), from)?,
+        output_tokens_max: read_if(has(4), from)?,
+        targets: read_if(has(6), from)?,
+        overrides: read_if(has(7), from)?.unwrap_or_default(),
+        ..ResolvedOptions::default()
     })
 }
 
-fn put_targets(to: &mut Vec<u8>, targets: &ResolvedTargets) {
-    let ResolvedTargets { ttft, ttft_due, itl, rejects } = *targets;
-    put_optional(to, ttft, put_duration);
-    put_optional(to, ttft_due, |to, due| put_number(to, due.0));
-    put_optional(to, itl, put_duration);
-    to.push(rejects.into());
-}
-
-fn read_targets(from: &mut Reader<'_>) -> Option<ResolvedTargets> {
-    let duration = |from: &mut Reader<'_>| from.optional(|from| from.number().map(Duration::from_nanos));
-    Some(ResolvedTargets {
-        ttft: duration(from)?,
-        ttft_due: from.optional(|from| from.number().map(Timestamp))?,
-        itl: duration(from)?,
-        rejects: from.u8()? != 0,
-    })
-}
-
-fn put_overrides(to: &mut Vec<u8>, overrides: &RouterConfigOverride) {
-    let RouterConfigOverride { overlap_score_credit, prefill_load_scale, temperature, .. } = *overrides;
-    for weight in [overlap_score_credit, prefill_load_scale, temperature, overrides.shared_cache_multiplier] {
-        put_optional(to, weight, put_f64);
-    }
-    for is_set in [overrides.assume_kv_reuse, overrides.track_prefill_tokens] {
-        put_optional(to, is_set, |to, is_set| to.push(is_set.into()));
+/// Writes a value whose presence a flag states.
+fn put_present<T: Recorded>(to: &mut Vec<u8>, value: Option<&T>) {
+    if let Some(value) = value {
+        value.put(to);
     }
 }
 
-fn read_overrides(from: &mut Reader<'_>) -> Option<RouterConfigOverride> {
-    let flag = |from: &mut Reader<'_>| from.optional(|from| Some(from.u8()? != 0));
-    Some(RouterConfigOverride {
-        overlap_score_credit: from.optional(Reader::f64)?,
-        prefill_load_scale: from.optional(Reader::f64)?,
-        temperature: from.optional(Reader::f64)?,
-        shared_cache_multiplier: from.optional(Reader::f64)?,
-        assume_kv_reuse: flag(from)?,
-        track_prefill_tokens: flag(from)?,
-    })
+fn read_if<T: Recorded>(is_present: bool, from: &mut Reader<'_>) -> Option<Option<T>> {
+    if is_present { T::read(from).map(Some) } else { Some(None) }
+}
+
+recorded! {
+    Constraints { allowed_workers, excluded_ranks, pin, required_taints, preferred_taints }
+    Pin { worker, rank, mode }
+    ResolvedTargets { ttft, ttft_due, itl, rejects }
+    RouterConfigOverride {
+        overlap_score_credit, prefill_load_scale, temperature, shared_cache_multiplier, assume_kv_reuse,
+        track_prefill_tokens,
+    }
+}
+
+impl Recorded for PinMode {
+    fn put(&self, to: &mut Vec<u8>) {
+        (*self == Self::Soft).put(to);
+    }
+
+    fn read(from: &mut Reader<'_>) -> Option<Self> {
+        Some(if from.u8()? == 0 { Self::Hard } else { Self::Soft })
+    }
 }
