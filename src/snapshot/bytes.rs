@@ -1,4 +1,4 @@
-//! Bounded reader and writer of the integers, texts and lists of a snapshot.
+//! Bounded reader of the integers, texts and lists of a snapshot.
 
 use super::SnapshotError;
 
@@ -76,21 +76,4 @@ impl<'a> Reader<'a> {
         let text = std::str::from_utf8(self.take(length, field)?).map_err(|_| SnapshotError::Text { field })?;
         Ok(text.to_owned())
     }
-}
-
-pub(super) fn put_varint(to: &mut Vec<u8>, mut value: u64) {
-    while value >= 0x80 {
-        to.push(value as u8 | 0x80);
-        value >>= 7;
-    }
-    to.push(value as u8);
-}
-
-pub(super) fn put_u64(to: &mut Vec<u8>, value: u64) {
-    to.extend_from_slice(&value.to_le_bytes());
-}
-
-pub(super) fn put_text(to: &mut Vec<u8>, text: &str) {
-    put_varint(to, text.len() as u64);
-    to.extend_from_slice(text.as_bytes());
 }

@@ -2,11 +2,11 @@
 
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::bytes::{put_text, put_u64, put_varint};
 use super::types::{RankSnapshot, Snapshot};
 use super::{CHECKSUM_BYTES, GROUP_REMOVED, GROUP_STORED, MAGIC, VERSION};
 use crate::ingest::{ColdPosition, DegradationReason};
 use crate::protocol::{EngineHash, KvEvent, RouterEvent, StorageTier};
+use crate::record::bytes::{put_number, put_text, put_word};
 
 impl Snapshot {
     /// The snapshot as bytes: about 16 per block.
@@ -18,9 +18,9 @@ impl Snapshot {
         put_text(&mut to, &self.layout.pool);
         to.extend_from_slice(&self.layout.block_size.to_le_bytes());
         to.push(u8::from(self.layout.is_eagle));
-        put_u64(&mut to, self.layout.hash_seed);
-        put_u64(&mut to, self.created_ms);
-        put_varint(&mut to, self.ranks.len() as u64);
+        put_word(&mut to, self.layout.hash_seed);
+        put_word(&mut to, self.created_ms);
+        put_number(&mut to, self.ranks.len() as u64);
         for rank in &self.ranks {
             put_rank(&mut to, rank);
         }
@@ -31,40 +31,40 @@ impl Snapshot {
 }
 
 fn put_rank(to: &mut Vec<u8>, rank: &RankSnapshot) {
-    put_u64(to, rank.rank.worker.0);
-    put_varint(to, u64::from(rank.rank.rank));
+    put_word(to, rank.rank.worker.0);
+    put_number(to, u64::from(rank.rank.rank));
     put_text(to, &rank.endpoint);
-    put_varint(to, rank.position.next);
-    put_varint(to, rank.position.payload_hashes.len() as u64);
+    put_number(to, rank.position.next);
+    put_number(to, rank.position.payload_hashes.len() as u64);
     for hash in &rank.position.payload_hashes {
-        put_u64(to, *hash);
+        put_word(to, *hash);
     }
     put_cold(to, rank.position.cold);
-    put_varint(to, rank.decoder.groups.len() as u64);
+    put_number(to, rank.decoder.groups.len() as u64);
     for record in &rank.decoder.groups {
         to.extend([record.group, u8::from(record.is_main)]);
-        put_varint(to, u64::from(record.window_blocks));
+        put_number(to, u64::from(record.window_blocks));
     }
     to.push(u8::from(rank.decoder.has_connector));
-    put_varint(to, rank.decoder.identities.len() as u64);
+    put_number(to, rank.decoder.identities.len() as u64);
     rank.decoder.identities.iter().for_each(|(name, identity)| {
-        put_u64(to, *name);
-        put_u64(to, *identity);
+        put_word(to, *name);
+        put_word(to, *identity);
     });
-    put_varint(to, rank.decoder.namespaces.len() as u64);
+    put_number(to, rank.decoder.namespaces.len() as u64);
     for record in &rank.decoder.namespaces {
-        put_u64(to, record.engine_hash.0);
-        put_u64(to, record.lora);
-        put_u64(to, record.salt);
+        put_word(to, record.engine_hash.0);
+        put_word(to, record.lora);
+        put_word(to, record.salt);
         for holds in record.holds {
-            put_varint(to, u64::from(holds));
+            put_number(to, u64::from(holds));
         }
     }
-    put_varint(to, rank.events.len() as u64);
+    put_number(to, rank.events.len() as u64);
     for event in &rank.events {
         put_event(to, event);
     }
-    put_varint(to, rank.evicted_blocks);
+    put_number(to, rank.evicted_blocks);
 }
 
 /// Of the reasons, only the losses make a source cold. Any other one is encoded as a failed replay.
@@ -85,9 +85,9 @@ fn put_cold(to: &mut Vec<u8>, cold: Option<ColdPosition>) {
         | DegradationReason::ReaderDied { .. } => (3, 0, 0),
     };
     to.push(tag);
-    put_varint(to, from);
-    put_varint(to, first);
-    put_varint(to, stored_blocks);
+    put_number(to, from);
+    put_number(to, first);
+    put_number(to, stored_blocks);
 }
 
 fn put_event(to: &mut Vec<u8>, event: &RouterEvent) {
@@ -101,12 +101,12 @@ fn put_event(to: &mut Vec<u8>, event: &RouterEvent) {
         KvEvent::Stored { parent, blocks } => {
             to.push(u8::from(parent.is_some()) + 8 * tier);
             if let Some(parent) = parent {
-                put_u64(to, parent.0);
+                put_word(to, parent.0);
             }
-            put_varint(to, blocks.len() as u64);
+            put_number(to, blocks.len() as u64);
             for block in blocks {
-                put_u64(to, block.engine_hash.0);
-                put_u64(to, block.block_hash.0);
+                put_word(to, block.engine_hash.0);
+                put_word(to, block.block_hash.0);
             }
         }
         KvEvent::Removed { blocks } => {
@@ -117,21 +117,21 @@ fn put_event(to: &mut Vec<u8>, event: &RouterEvent) {
         KvEvent::Offloaded { parent, blocks } => {
             to.push(4 + u8::from(parent.is_some()) + 8 * tier);
             if let Some(parent) = parent {
-                put_u64(to, parent.0);
+                put_word(to, parent.0);
             }
-            put_varint(to, blocks.len() as u64);
+            put_number(to, blocks.len() as u64);
             for (engine_hash, block_hash) in blocks {
-                put_u64(to, engine_hash.0);
+                put_word(to, engine_hash.0);
                 to.push(u8::from(block_hash.is_some()));
                 if let Some(hash) = block_hash {
-                    put_u64(to, hash.0);
+                    put_word(to, hash.0);
                 }
             }
         }
         KvEvent::TierCleared => to.push(6 + 8 * tier),
         KvEvent::GroupStored { group, window_blocks, starts_prompt, blocks } => {
             to.extend([GROUP_STORED + u8::from(*starts_prompt), *group]);
-            put_varint(to, u64::from(window_blocks.get()));
+            put_number(to, u64::from(window_blocks.get()));
             put_names(to, blocks);
         }
         KvEvent::GroupRemoved { group, blocks } => {
@@ -142,6 +142,6 @@ fn put_event(to: &mut Vec<u8>, event: &RouterEvent) {
 }
 
 fn put_names(to: &mut Vec<u8>, names: &[EngineHash]) {
-    put_varint(to, names.len() as u64);
-    names.iter().for_each(|name| put_u64(to, name.0));
+    put_number(to, names.len() as u64);
+    names.iter().for_each(|name| put_word(to, name.0));
 }
