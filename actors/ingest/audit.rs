@@ -97,7 +97,7 @@ impl Reader {
             equal_at: self.auditor.audit.last_equal(),
             difference: self.auditor.last.clone(),
         };
-        self.entry.source.set_audit(Some(record));
+        self.entry.source.facts().audit = Some(record);
         input
     }
 

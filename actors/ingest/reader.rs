@@ -218,7 +218,7 @@ impl Reader {
 
     fn count_error(&self, error: &SocketError) {
         self.dependencies.meters.ingest.error(error.name());
-        self.entry.source.set_error(error.to_string());
+        self.entry.source.facts().last_error = Some(error.to_string());
     }
 
     /// Performs the effects of the state machine, including those that follow from their results.
@@ -228,13 +228,13 @@ impl Reader {
                 ReaderEffect::Apply { sequence, events, report, .. } => {
                     self.dependencies.meters.ingest.findings(&report.findings);
                     if report.findings.iter().any(|(finding, _)| finding.costs_hits()) {
-                        self.entry.source.set_unused(self.shell.unused());
+                        self.entry.source.facts().unused = self.shell.unused();
                     }
                     self.apply_message(sequence, events).await;
                     self.entry.source.set_applied(sequence);
                 }
                 ReaderEffect::Clear => {
-                    self.entry.source.set_unused(None);
+                    self.entry.source.facts().unused = None;
                     self.drop_blocks().await;
                 }
                 ReaderEffect::Replay { from } => *replay = PendingReplay::ask(&link.endpoints, from, link.caps),
@@ -251,7 +251,7 @@ impl Reader {
                 }
             }
         }
-        self.entry.source.set_restore(self.shell.source().restore());
+        self.entry.source.facts().restore = self.shell.source().restore();
         self.entry.source.set_caught_up(self.shell.source().is_caught_up());
         self.entry.source.await_served(self.shell.source().awaits_served());
         if let Some(size) = self.shell.source().block_size().filter(|size| Some(*size) != self.reported_size) {

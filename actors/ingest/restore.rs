@@ -49,7 +49,7 @@ impl Reader {
         if !events.is_empty() {
             self.apply(events).await;
         }
-        self.entry.source.set_restore(self.shell.source().restore());
+        self.entry.source.facts().restore = self.shell.source().restore();
         true
     }
 

@@ -5,7 +5,7 @@
 //! cell of a rank whose events come from the embedder is never written and counts as trusted.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use crate::ingest::{BlockName, DegradationReason, RestoreState, StreamState};
@@ -117,17 +117,11 @@ pub(crate) type DegradedSources = Arc<AtomicUsize>;
 /// State of one rank's source.
 #[derive(Debug)]
 pub(crate) struct SourceCell {
-    /// Set once for a rank with a source.
-    endpoint: Mutex<Option<Arc<str>>>,
+    facts: Mutex<SourceFacts>,
     connected: AtomicBool,
     caught_up: AtomicBool,
     /// Discount on the overlap, in thousandths.
     discount_permille: AtomicU32,
-    state: Mutex<(StreamState, Option<DegradationReason>)>,
-    unused: Mutex<Option<String>>,
-    last_error: Mutex<Option<String>>,
-    restore: Mutex<Option<RestoreState>>,
-    audit: Mutex<Option<AuditRecord>>,
     messages: AtomicU64,
     /// Message number plus one; 0 before the first.
     applied: AtomicU64,
@@ -150,20 +144,34 @@ pub(crate) struct SourceCell {
     reader: tokio::sync::Mutex<()>,
 }
 
+/// What is known of a source.
+#[derive(Debug)]
+pub(crate) struct SourceFacts {
+    /// Present for a rank with a source.
+    endpoint: Option<Arc<str>>,
+    state: (StreamState, Option<DegradationReason>),
+    pub(crate) unused: Option<String>,
+    pub(crate) last_error: Option<String>,
+    pub(crate) restore: Option<RestoreState>,
+    pub(crate) audit: Option<AuditRecord>,
+}
+
 const PERMILLE: u32 = 1000;
 
 impl SourceCell {
     pub(crate) fn new(degraded: &DegradedSources) -> Self {
         Self {
-            endpoint: Mutex::new(None),
+            facts: Mutex::new(SourceFacts {
+                endpoint: None,
+                state: (StreamState::Live, None),
+                unused: None,
+                last_error: None,
+                restore: None,
+                audit: None,
+            }),
             connected: AtomicBool::new(false),
             caught_up: AtomicBool::new(false),
             discount_permille: AtomicU32::new(0),
-            state: Mutex::new((StreamState::Live, None)),
-            unused: Mutex::new(None),
-            last_error: Mutex::new(None),
-            restore: Mutex::new(None),
-            audit: Mutex::new(None),
             messages: AtomicU64::new(0),
             applied: AtomicU64::new(0),
             message_at: AtomicU64::new(0),
@@ -213,14 +221,13 @@ impl SourceCell {
 
     /// Whether the engine has served prompts but its events are not read.
     pub(crate) fn is_unread(&self) -> bool {
-        let has_source = self.endpoint.lock().unwrap_or_else(PoisonError::into_inner).is_some();
-        !has_source && self.has_served.load(Ordering::Relaxed)
+        self.state().is_none() && self.has_served.load(Ordering::Relaxed)
     }
 
     /// State of the stream; `None` for a rank without a source.
     pub(crate) fn state(&self) -> Option<StreamState> {
-        self.endpoint.lock().unwrap_or_else(PoisonError::into_inner).as_ref()?;
-        Some(self.state.lock().unwrap_or_else(PoisonError::into_inner).0)
+        let facts = self.facts();
+        facts.endpoint.is_some().then_some(facts.state.0)
     }
 
     /// Whether the index contains every block that the engine has announced, according to its source. True if the
@@ -231,8 +238,8 @@ impl SourceCell {
 
     /// Report on the rank's source; `None` without one.
     pub(crate) fn status(&self, rank: WorkerRank, now: Timestamp) -> Option<KvSourceStatus> {
-        let endpoint = self.endpoint.lock().unwrap_or_else(PoisonError::into_inner).clone()?;
-        let (state, reason) = *self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let facts = self.facts();
+        let (endpoint, (state, reason)) = (facts.endpoint.as_ref()?, facts.state);
         let message_at = self.message_at.load(Ordering::Relaxed).checked_sub(1).map(Timestamp);
         Some(KvSourceStatus {
             rank,
@@ -241,14 +248,19 @@ impl SourceCell {
             caught_up: self.caught_up.load(Ordering::Relaxed),
             state,
             reason: reason.map(|reason| reason.to_string()),
-            unused: self.unused.lock().unwrap_or_else(PoisonError::into_inner).clone(),
-            last_error: self.last_error.lock().unwrap_or_else(PoisonError::into_inner).clone(),
+            unused: facts.unused.clone(),
+            last_error: facts.last_error.clone(),
             applied: self.applied.load(Ordering::Relaxed).checked_sub(1),
             messages: self.messages.load(Ordering::Relaxed),
             message_age: message_at.map(|at| now.since(at)),
-            restore: *self.restore.lock().unwrap_or_else(PoisonError::into_inner),
-            audit: self.audit.lock().unwrap_or_else(PoisonError::into_inner).clone().map(|audit| audit.status(now)),
+            restore: facts.restore,
+            audit: facts.audit.clone().map(|audit| audit.status(now)),
         })
+    }
+
+    /// The facts, which the ingest of the rank alone changes.
+    pub(crate) fn facts(&self) -> MutexGuard<'_, SourceFacts> {
+        self.facts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -257,13 +269,13 @@ impl SourceCell {
 impl SourceCell {
     /// Begins reading from `endpoint`, with an empty state.
     pub(crate) fn begin(&self, endpoint: &str) {
-        *self.endpoint.lock().unwrap_or_else(PoisonError::into_inner) = Some(endpoint.into());
+        self.facts().endpoint = Some(endpoint.into());
         self.start_over();
     }
 
     /// Ends the source. From here on the embedder supplies the events.
     pub(crate) fn end(&self) {
-        *self.endpoint.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        self.facts().endpoint = None;
         self.forget();
     }
 
@@ -278,24 +290,24 @@ impl SourceCell {
     /// reader has been assigned by then.
     pub(crate) async fn once_left(&self) -> Option<tokio::sync::MutexGuard<'_, ()>> {
         let permit = self.reader.lock().await;
-        let is_left = self.endpoint.lock().unwrap_or_else(PoisonError::into_inner).is_none();
-        is_left.then_some(permit)
+        self.state().is_none().then_some(permit)
     }
 
     /// Resets the state that the reader reports, except counters.
     pub(crate) fn start_over(&self) {
         self.set_connected(false);
-        self.set_restore(None);
-        self.set_audit(None);
-        self.set_unused(None);
+        {
+            let mut facts = self.facts();
+            (facts.restore, facts.audit, facts.unused) = (None, None, None);
+        }
         self.applied.store(0, Ordering::Relaxed);
         self.set_state(StreamState::Recovering, None);
     }
 
     fn forget(&self) {
         self.set_connected(false);
-        *self.last_error.lock().unwrap_or_else(PoisonError::into_inner) = None;
-        self.set_unused(None);
+        self.facts().last_error = None;
+        self.facts().unused = None;
         self.set_state(StreamState::Live, None);
     }
 
@@ -322,25 +334,9 @@ impl SourceCell {
         self.caught_up.store(caught_up, Ordering::Relaxed);
     }
 
-    pub(crate) fn set_error(&self, error: String) {
-        *self.last_error.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
-    }
-
-    pub(crate) fn set_unused(&self, unused: Option<String>) {
-        *self.unused.lock().unwrap_or_else(PoisonError::into_inner) = unused;
-    }
-
     pub(crate) fn count_message(&self, now: Timestamp) {
         self.messages.fetch_add(1, Ordering::Relaxed);
         self.message_at.store(now.0.saturating_add(1), Ordering::Relaxed);
-    }
-
-    pub(crate) fn set_restore(&self, restore: Option<RestoreState>) {
-        *self.restore.lock().unwrap_or_else(PoisonError::into_inner) = restore;
-    }
-
-    pub(crate) fn set_audit(&self, audit: Option<AuditRecord>) {
-        *self.audit.lock().unwrap_or_else(PoisonError::into_inner) = audit;
     }
 
     pub(crate) fn set_applied(&self, sequence: u64) {
@@ -355,7 +351,7 @@ impl SourceCell {
             (1.., 0) => drop(self.degraded.fetch_sub(1, Ordering::Relaxed)),
             _ => {}
         }
-        *self.state.lock().unwrap_or_else(PoisonError::into_inner) = (state, reason);
+        self.facts().state = (state, reason);
     }
 }
 
@@ -369,8 +365,7 @@ pub(crate) struct ReaderPermit<'a> {
 #[cfg(feature = "zmq")]
 impl Drop for ReaderPermit<'_> {
     fn drop(&mut self) {
-        let is_left = self.cell.endpoint.lock().unwrap_or_else(PoisonError::into_inner).is_none();
-        if is_left {
+        if self.cell.state().is_none() {
             self.cell.forget(); // values written by this reader
         } else {
             self.cell.set_connected(false);

@@ -4,7 +4,7 @@
 ///
 /// The values of the shadow assume the state that the active policy has created. The difference is therefore the saving
 /// of single decisions, not the outcome of a whole fleet under the shadow.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct ShadowTotals {
     /// Name of the shadow policy.
     pub policy: &'static str,
@@ -27,15 +27,6 @@ pub struct ShadowTotals {
 impl ShadowTotals {
     /// Totals of no decisions.
     pub(crate) fn new(policy: &'static str) -> Self {
-        Self {
-            policy,
-            decisions: 0,
-            agreements: 0,
-            cached_tokens: 0,
-            chosen_cached_tokens: 0,
-            predictions: 0,
-            ttft_seconds: 0.0,
-            chosen_ttft_seconds: 0.0,
-        }
+        Self { policy, ..Self::default() }
     }
 }
