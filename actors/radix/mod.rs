@@ -13,7 +13,7 @@ use tokio::sync::OwnedSemaphorePermit;
 use crate::actors::delivery::join::{Continuation, Join, ReplyToken};
 use crate::actors::delivery::strand::{ActorState, DeferredReply};
 use crate::actors::io::clock::Clock;
-use crate::actors::telemetry::Pool;
+use crate::actors::telemetry::{Count, CountersOf, Pool};
 use crate::actors::views::kv_source::SourceCell;
 use crate::actors::views::rank::RankEntry;
 use crate::config::RouterConfig;
@@ -95,8 +95,10 @@ impl ActorState for Radix {
         for effect in self.effects.drain(..) {
             match effect {
                 ShardEffect::Replied(token) => reply = Some(RadixReply(token)),
-                ShardEffect::Applied(applied) => self.meters.events.count(&applied),
-                ShardEffect::UnknownRank(events) => self.meters.events.unknown_ranks.increment(events),
+                ShardEffect::Applied(applied) => self.meters.events.add(&applied, &Applied::default()),
+                ShardEffect::UnknownRank(unknown_ranks) => {
+                    self.meters.events.add(&Applied { unknown_ranks, ..Applied::default() }, &Applied::default());
+                }
                 ShardEffect::Resynced(rank) => (self.on_resync)(rank),
             }
         }
@@ -111,7 +113,7 @@ impl DeferredReply for RadixReply {
 
 /// Instruments of a shard.
 pub(crate) struct ShardMeters {
-    events: EventCounters,
+    events: CountersOf<Applied>,
     /// `None` without speculative entries.
     speculation: Option<SpeculationCounters>,
     /// `None` without a byte budget.
@@ -121,7 +123,7 @@ pub(crate) struct ShardMeters {
 impl ShardMeters {
     pub(crate) fn new(pool: &Pool, config: &RouterConfig, shell: &ShardShell<Arc<SourceCell>>, shard: usize) -> Self {
         Self {
-            events: EventCounters::new(pool),
+            events: CountersOf::new(pool, EVENT_COUNTS),
             speculation: shell.speculative().map(|_| SpeculationCounters::new(pool, shard)),
             budget: config.index.bytes_max.map(|_| BudgetGauges::new(pool, shard)),
         }
@@ -141,85 +143,42 @@ impl ShardMeters {
     }
 }
 
-/// Metric handles, cached so that no message resolves one.
-struct EventCounters {
-    stored: metrics::Counter,
-    duplicates: metrics::Counter,
-    copies: metrics::Counter,
-    waiting: metrics::Counter,
-    proven: metrics::Counter,
-    unknown_contents: metrics::Counter,
-    grouped: metrics::Counter,
-    removed: metrics::Counter,
-    unknown_removals: metrics::Counter,
-    evicted_removals: metrics::Counter,
-    unknown_parents: metrics::Counter,
-    unknown_ranks: metrics::Counter,
-}
+/// Counters of what events change.
+const EVENT_COUNTS: &[Count<Applied>] = &[
+    ("pointsman_kv_event_blocks_total", ("result", "stored"), |applied| applied.stored + applied.adopted),
+    ("pointsman_kv_event_blocks_total", ("result", "duplicate"), |applied| applied.duplicates),
+    ("pointsman_kv_event_blocks_total", ("result", "copy"), |applied| applied.copies),
+    ("pointsman_kv_event_blocks_total", ("result", "waiting"), |applied| applied.waiting),
+    ("pointsman_kv_event_blocks_total", ("result", "proven"), |applied| applied.proven),
+    ("pointsman_kv_event_blocks_total", ("result", "unknown_content"), |applied| applied.unknown_contents),
+    ("pointsman_kv_event_blocks_total", ("result", "group"), |applied| applied.grouped),
+    ("pointsman_kv_event_blocks_total", ("result", "removed"), |applied| applied.removed),
+    ("pointsman_kv_event_blocks_total", ("result", "unknown_removal"), |applied| applied.unknown_removals),
+    ("pointsman_kv_event_blocks_total", ("result", "evicted_removal"), |applied| applied.evicted_removals),
+    ("pointsman_kv_events_refused_total", ("reason", "unknown_parent"), |applied| applied.unknown_parents),
+    ("pointsman_kv_events_refused_total", ("reason", "unknown_rank"), |applied| applied.unknown_ranks),
+];
 
-impl EventCounters {
-    fn new(pool: &Pool) -> Self {
-        let blocks = |result| pool.counter("pointsman_kv_event_blocks_total", &[("result", result)]);
-        let refused = |reason| pool.counter("pointsman_kv_events_refused_total", &[("reason", reason)]);
-        Self {
-            stored: blocks("stored"),
-            duplicates: blocks("duplicate"),
-            copies: blocks("copy"),
-            waiting: blocks("waiting"),
-            proven: blocks("proven"),
-            unknown_contents: blocks("unknown_content"),
-            grouped: blocks("group"),
-            removed: blocks("removed"),
-            unknown_removals: blocks("unknown_removal"),
-            evicted_removals: blocks("evicted_removal"),
-            unknown_parents: refused("unknown_parent"),
-            unknown_ranks: refused("unknown_rank"),
-        }
-    }
-
-    fn count(&self, applied: &Applied) {
-        let counts = [
-            (&self.stored, applied.stored + applied.adopted),
-            (&self.duplicates, applied.duplicates),
-            (&self.copies, applied.copies),
-            (&self.waiting, applied.waiting),
-            (&self.proven, applied.proven),
-            (&self.unknown_contents, applied.unknown_contents),
-            (&self.grouped, applied.grouped),
-            (&self.removed, applied.removed),
-            (&self.unknown_removals, applied.unknown_removals),
-            (&self.evicted_removals, applied.evicted_removals),
-            (&self.unknown_parents, applied.unknown_parents),
-            (&self.unknown_ranks, applied.unknown_ranks),
-        ];
-        for (counter, count) in counts {
-            if count > 0 {
-                counter.increment(count);
-            }
-        }
-    }
-}
+/// Counters of speculative entries.
+const SPECULATION_COUNTS: &[Count<SpeculationCounts>] = &[
+    ("pointsman_speculative_blocks_total", ("result", "confirmed"), |counts| counts.confirmed),
+    ("pointsman_speculative_blocks_total", ("result", "wrong"), |counts| counts.wrong),
+    ("pointsman_speculative_blocks_total", ("result", "retracted"), |counts| counts.retracted),
+    ("pointsman_speculative_blocks_total", ("result", "evicted"), |counts| counts.evicted),
+    ("pointsman_speculative_blocks_total", ("result", "expired"), |counts| counts.expired),
+];
 
 /// Metric handles of speculative entries.
 struct SpeculationCounters {
-    confirmed: metrics::Counter,
-    wrong: metrics::Counter,
-    retracted: metrics::Counter,
-    evicted: metrics::Counter,
-    expired: metrics::Counter,
+    counters: CountersOf<SpeculationCounts>,
     believed: metrics::Gauge,
     counted: SpeculationCounts,
 }
 
 impl SpeculationCounters {
     fn new(pool: &Pool, shard: usize) -> Self {
-        let blocks = |result| pool.counter("pointsman_speculative_blocks_total", &[("result", result)]);
         Self {
-            confirmed: blocks("confirmed"),
-            wrong: blocks("wrong"),
-            retracted: blocks("retracted"),
-            evicted: blocks("evicted"),
-            expired: blocks("expired"),
+            counters: CountersOf::new(pool, SPECULATION_COUNTS),
             believed: pool.gauge("pointsman_speculative_blocks", &[("shard", &shard.to_string())]),
             counted: SpeculationCounts::default(),
         }
@@ -229,21 +188,9 @@ impl SpeculationCounters {
     fn show(&mut self, speculative: &SpeculativePrompts) {
         let now = speculative.counts();
         let before = std::mem::replace(&mut self.counted, now);
-        if now == before {
-            return;
-        }
-        self.believed.set(speculative.speculative_blocks() as f64);
-        let counts = [
-            (&self.confirmed, now.confirmed - before.confirmed),
-            (&self.wrong, now.wrong - before.wrong),
-            (&self.retracted, now.retracted - before.retracted),
-            (&self.evicted, now.evicted - before.evicted),
-            (&self.expired, now.expired - before.expired),
-        ];
-        for (counter, count) in counts {
-            if count > 0 {
-                counter.increment(count);
-            }
+        if now != before {
+            self.believed.set(speculative.speculative_blocks() as f64);
+            self.counters.add(&now, &before);
         }
     }
 }

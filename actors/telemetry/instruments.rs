@@ -238,3 +238,25 @@ impl Counters {
         }
     }
 }
+
+/// Metric, label and value of a count in `T`.
+pub(crate) type Count<T> = (&'static str, (&'static str, &'static str), fn(&T) -> u64);
+
+/// Counters of the counts in `T`.
+pub(crate) struct CountersOf<T>(Vec<(Counter, fn(&T) -> u64)>);
+
+impl<T> CountersOf<T> {
+    pub(crate) fn new(pool: &Pool, counts: &[Count<T>]) -> Self {
+        Self(counts.iter().map(|(name, label, of)| (pool.counter(name, &[*label]), *of)).collect())
+    }
+
+    /// Adds the increase from `before` to `now`.
+    pub(crate) fn add(&self, now: &T, before: &T) {
+        for (counter, of) in &self.0 {
+            let increase = of(now) - of(before);
+            if increase > 0 {
+                counter.increment(increase);
+            }
+        }
+    }
+}

@@ -22,7 +22,7 @@ use std::sync::Arc;
 use metrics::{Counter, Gauge, Histogram};
 
 pub(crate) use decisions::{BookingResult, Decisions};
-pub(crate) use instruments::{Counters, Pool, describe};
+pub(crate) use instruments::{Count, Counters, CountersOf, Pool, describe};
 pub use phases::RoutePhases;
 pub(crate) use phases::{PhaseTimestamps, Phases, route_span, trace_decision, trace_hashes};
 pub(crate) use predictions::{Prediction, PromptKind};
