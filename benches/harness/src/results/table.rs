@@ -46,19 +46,3 @@ impl Table {
         Ok(())
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn columns_are_aligned() {
-        let mut table = Table::new(&[0], ["policy", "TTFT"]);
-        table.push(["kv", "0.98 ± µs"]);
-        table.push(["round_robin", "1"]);
-        let mut text = Vec::new();
-        table.write(&mut text).expect("written");
-        let text = String::from_utf8(text).expect("text");
-        assert_eq!(text, "policy            TTFT\nkv           0.98 ± µs\nround_robin          1\n");
-    }
-}

@@ -94,32 +94,3 @@ pub(crate) fn time(seconds: f64) -> String {
 pub(crate) fn percent(share: Option<f64>) -> String {
     share.map_or_else(|| "not known".to_owned(), |share| format!("{:.1} %", share * 100.0))
 }
-
-#[cfg(test)]
-mod tests {
-    use super::super::summary::tests::facts;
-    use super::super::tests::{request, run};
-    use super::*;
-    use crate::results::RequestRecord;
-
-    fn text(requests: Vec<RequestRecord>) -> String {
-        let mut text = Vec::new();
-        Summary::new(&run(requests), &facts()).write_text(&mut text).expect("written");
-        String::from_utf8(text).expect("text")
-    }
-
-    #[test]
-    fn text_contains_times_with_units() {
-        let text = text(vec![request(0), request(10)]);
-        for line in [
-            "kv on chat: 2 workers of 1 ranks, seed 7, 2 requests after 0 to warm",
-            "first token      100.0 ms mean, 100.0 ms p50, 100.0 ms p90, 100.0 ms p99",
-            "hit rate           50.0 % of prompt tokens, 60.0 % reachable",
-            "predicted           9.1 % off the first token's time on average, bias -9.0 ms, over 2 requests",
-            "goodput              3.28 requests a second within both limits, 100.0 % of all: 2000 ms to the first token",
-        ] {
-            assert!(text.contains(line), "{line}\n{text}");
-        }
-        assert!(!text.contains("failed"), "{text}");
-    }
-}

@@ -128,32 +128,3 @@ impl Suite {
         lines
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::compare::tests::comparison;
-    use crate::results::SCHEMA_VERSION;
-
-    #[test]
-    fn the_table_has_a_row_per_workload_and_policy() {
-        let row = |name: &str, factor| Row {
-            name: name.into(),
-            why: String::new(),
-            comparison: comparison(&[("kv", 1.0), ("latency", factor)]),
-        };
-        let suite = Suite { schema_version: SCHEMA_VERSION, rows: vec![row("chat", 0.5), row("low", 1.0)] };
-        let mut text = Vec::new();
-        suite.write_text(&mut text).expect("written");
-        let text = String::from_utf8(text).expect("text");
-        let lines: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
-        assert_eq!(
-            lines[1],
-            ["chat", "latency", "0.500", "0.500", "0.500", "0.500", "0.500", "1.000", "latency", "better"]
-        );
-        assert_eq!(lines[2][..3], ["low", "latency", "1.000"]);
-        assert_eq!(lines[2][8..], ["latency", "equal"]);
-        assert_eq!(lines[3][..4], ["geometric", "mean", "latency", "0.707"]);
-        assert_eq!(lines[5][6..8], ["0", "figures"]);
-    }
-}

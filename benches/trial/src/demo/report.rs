@@ -344,11 +344,4 @@ mod tests {
         let json: serde_json::Value = serde_json::from_str(&failed.json()).expect("JSON");
         assert_eq!((&json["routed"]["errors"], &json["routed"]["first_token"]["mean_ms"]), (&2.into(), &40.0.into()));
     }
-
-    #[test]
-    fn numbers_are_grouped_by_three() {
-        for (value, text) in [(0.0, "0"), (999.0, "999"), (1000.0, "1,000"), (1_234_567.0, "1,234,567")] {
-            assert_eq!(grouped(value), text);
-        }
-    }
 }
