@@ -1,13 +1,16 @@
 //! Lengths at the gateway: prompts above the model's context length, output limits, and work of several prompts and outputs.
 
+use std::path::Path;
+
 use pointsman::config::EventMode;
 use pointsman::policy::Policy;
 use pointsman::{Prompt, RouteRequest};
 use pointsman_gateway::app::Gateway;
+use pointsman_gateway::settings::{TokenSourceChoice, TokensSettings};
 use serde_json::json;
 use tokio::net::TcpStream;
 
-use crate::common::proxy::{Act, Scripted, at_rest, gateway, post, send, settings, stream, until, worker};
+use crate::common::proxy::{Act, Scripted, at_rest, eventually, gateway, post, send, settings, stream, until, worker};
 
 const COMPLETIONS: &str = "/v1/completions";
 
@@ -22,6 +25,44 @@ async fn prompts_above_the_model_length_are_rejected_before_placement() {
     assert!(refused.text().contains("9 tokens") && refused.text().contains("8 tokens"), "{refused:?}");
     assert_eq!(post(&gateway, COMPLETIONS, &body(8)).await.status, 502, "a prompt of the maximum length is placed");
     at_rest(&gateway).await;
+}
+
+#[tokio::test]
+async fn prompts_that_cannot_fit_are_rejected_by_their_length() {
+    let mut settings = settings(vec![worker(1, "http://127.0.0.1:9", 1)]); // no listener
+    settings.models[0].workers[0].config.max_model_len = Some(100);
+    let data = |name: &str| Some(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tokens").join(name));
+    settings.models[0].tokens = TokensSettings {
+        source: TokenSourceChoice::Local,
+        tokenizer_file: data("tokenizer.json"),
+        chat_template_file: data("llama3.jinja"),
+        parity_check: false,
+        // Only the length can reject: the tokens come too late.
+        wait_ms: 1,
+        ..TokensSettings::default()
+    };
+    let gateway = gateway(settings).await;
+    // The longest token has 19 bytes.
+    let long = "a".repeat(19 * 100 + 1);
+    let refused = post(&gateway, COMPLETIONS, &json!({ "model": "mock", "prompt": long })).await;
+    assert_eq!((refused.status, refused.code().as_str()), (400, "context_length_exceeded"), "{refused:?}");
+    assert!(refused.text().contains("101 tokens") && refused.text().contains("100 tokens"), "{refused:?}");
+    let message = json!([{ "role": "user", "content": long }]);
+    let chat = json!({ "model": "mock", "max_tokens": 1, "messages": message });
+    rejected_once_rendered(&gateway, "/v1/chat/completions", &chat, "maximum context length is 100 tokens").await;
+    rejected_once_rendered(&gateway, "/v1/messages", &chat, "\"invalid_request_error\"").await;
+    at_rest(&gateway).await;
+}
+
+/// Sends a chat until its text was rendered in time, and expects its rejection.
+async fn rejected_once_rendered(gateway: &Gateway, path: &str, chat: &serde_json::Value, expected: &str) {
+    eventually("the text is rendered in time", async || {
+        let answer = post(gateway, path, chat).await;
+        // Without a listener, a placed prompt fails.
+        assert!(answer.status == 502 || answer.status == 400 && answer.text().contains(expected), "{answer:?}");
+        answer.status == 400
+    })
+    .await;
 }
 
 /// The next turn of a conversation arrives while the previous turn is still in progress. It follows the cached prompt

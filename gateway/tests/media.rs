@@ -15,7 +15,7 @@ use pointsman_gateway::app::Gateway;
 use pointsman_gateway::formats::openai::{ChatParts, ClientPrompt};
 use pointsman_gateway::net::upstream::Upstream;
 use pointsman_gateway::settings::{Settings, TokenSourceChoice, TokensSettings};
-use pointsman_gateway::tokens::{PromptTokens, Tokens};
+use pointsman_gateway::tokens::{PromptContext, PromptTokens, Tokens};
 use serde_json::{Value, json};
 
 use crate::common::authority::client_trusting;
@@ -35,6 +35,7 @@ fn tokens_settings(media_uuids: bool) -> TokensSettings {
         tokenizer_file: Some(data("vision.json")),
         chat_template_file: Some(data("vision.jinja")),
         parity_check: false,
+        wait_ms: 60_000,
         media_uuids,
         ..TokensSettings::default()
     }
@@ -68,11 +69,12 @@ async fn tokens_of(chat: &Value) -> PromptTokens<'static> {
     let tokens = Tokens::start(&tokens_settings(true), "mock", upstream, Arc::new(|_, _| None)).await;
     let messages = Bytes::from(chat["messages"].to_string());
     let prompt = ClientPrompt::Chat(Box::new(ChatParts { messages, ..ChatParts::default() }));
-    let tokens = tokens.expect("the files can be used").of(&prompt, None).await;
+    let tokens = tokens.expect("the files can be used").of(&prompt, PromptContext::default()).await;
     PromptTokens {
         ids: tokens.ids.into_owned().into(),
         source: tokens.source,
         missing: tokens.missing,
+        tokens_min: tokens.tokens_min,
         media: tokens.media,
     }
 }

@@ -17,7 +17,7 @@ use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle, Prometheu
 use pointsman_gateway::formats::openai::{ChatParts, ClientPrompt};
 use pointsman_gateway::net::upstream::{Upstream, WorkerAccess};
 use pointsman_gateway::settings::{TokenSourceChoice, TokensSettings};
-use pointsman_gateway::tokens::{AnyWorker, TokenSource, Tokens};
+use pointsman_gateway::tokens::{AnyWorker, PromptContext, TokenSource, Tokens};
 use pointsman_trial::mock::{MockConfig, MockEngine};
 use serde_json::Value;
 
@@ -33,7 +33,8 @@ fn upstream() -> WorkerAccess {
 }
 
 fn settings(source: TokenSourceChoice) -> TokensSettings {
-    TokensSettings { source, engine_timeout_ms: 60_000, parity_check: false, ..TokensSettings::default() }
+    let (engine_timeout_ms, wait_ms, parity_check) = (60_000, 60_000, false);
+    TokensSettings { source, engine_timeout_ms, wait_ms, parity_check, ..TokensSettings::default() }
 }
 
 fn with_files(source: TokenSourceChoice) -> TokensSettings {
@@ -86,7 +87,7 @@ async fn serving(handler: MethodRouter) -> String {
 
 /// The tokens of a prompt and their source, requested with an alias.
 async fn tokens_of(tokens: &Tokens, prompt: ClientPrompt) -> (Vec<u32>, TokenSource) {
-    let tokens_of = tokens.of(&prompt, None).await;
+    let tokens_of = tokens.of(&prompt, PromptContext::default()).await;
     (tokens_of.ids.into_owned(), tokens_of.source)
 }
 
@@ -120,7 +121,7 @@ async fn local_files_provide_tokens_and_prompts_are_counted() {
     assert!(chat_ids.len() > text_ids.len() && text_ids.len() > 1);
     let image = chat(r#"[{"role":"user","content":[{"type":"input_audio","input_audio":{}}]}]"#);
     assert_eq!(tokens_of(&tokens, image).await, (Vec::new(), TokenSource::None));
-    tokens.of(&ClientPrompt::Opaque("embeds"), None).await;
+    tokens.of(&ClientPrompt::Opaque("embeds"), PromptContext::default()).await;
     let page = page.render();
     let lines = [
         r#"pointsman_gateway_tokens_source{model="m",source="local"} 1"#,
@@ -142,7 +143,7 @@ async fn without_a_source_prompts_have_no_tokens() {
     let _recording = metrics::set_default_local_recorder(&recorder);
     let tokens = tokens(&with_files(TokenSourceChoice::None), &Worker::default()).await;
     assert_eq!(tokens.source(), TokenSource::None);
-    assert_eq!(tokens.of(&chat(HELLO), None).await.source, TokenSource::None);
+    assert_eq!(tokens.of(&chat(HELLO), PromptContext::default()).await.source, TokenSource::None);
     let page = page.render();
     assert!(page.contains(r#"pointsman_gateway_tokens_source{model="m",source="none"} 1"#), "{page}");
     assert!(page.contains(r#"pointsman_gateway_tokens_total{model="m",source="none",reason="off"} 1"#), "{page}");
@@ -181,7 +182,10 @@ async fn tokenize_queries_use_the_format_of_the_engine() {
         continue_final_message: Some(true),
         ..ChatParts::default()
     };
-    assert_eq!(tokens.of(&ClientPrompt::Chat(Box::new(parts)), None).await.source, TokenSource::Engine);
+    assert_eq!(
+        tokens.of(&ClientPrompt::Chat(Box::new(parts)), PromptContext::default()).await.source,
+        TokenSource::Engine
+    );
     let expected = serde_json::json!([
         { "model": "m", "prompt": "Hello" },
         {
@@ -198,7 +202,7 @@ async fn the_mock_engine_tokenizes() {
     let tokens = tokens(&settings(TokenSourceChoice::Auto), &Worker::at(&engine.url())).await;
     assert_eq!(tokens.source(), TokenSource::None);
     for prompt in [text("What is a block?"), chat(HELLO)] {
-        let ids = tokens.of(&prompt, None).await;
+        let ids = tokens.of(&prompt, PromptContext::default()).await;
         assert_eq!(ids.source, TokenSource::Engine);
         assert!(!ids.ids.is_empty());
     }
@@ -212,10 +216,10 @@ async fn later_engines_are_found() {
     let _recording = metrics::set_default_local_recorder(&recorder);
     let worker = Worker::default();
     let tokens = tokens(&settings(TokenSourceChoice::Auto), &worker).await;
-    assert_eq!(tokens.of(&text("a"), None).await.source, TokenSource::None);
+    assert_eq!(tokens.of(&text("a"), PromptContext::default()).await.source, TokenSource::None);
     let (url, _) = answering(|_| (StatusCode::OK, r#"{"tokens":[1]}"#.to_owned())).await;
     *worker.0.lock().unwrap() = Some(url);
-    assert_eq!(tokens.of(&text("a"), None).await.source, TokenSource::Engine);
+    assert_eq!(tokens.of(&text("a"), PromptContext::default()).await.source, TokenSource::Engine);
     let page = page.render();
     assert!(page.contains(r#"pointsman_gateway_tokens_source{model="m",source="engine"} 1"#), "{page}");
     assert!(page.contains(r#"pointsman_gateway_tokens_total{model="m",source="none",reason="no_worker"} 1"#), "{page}");
@@ -235,11 +239,11 @@ async fn failing_engines_are_paused() {
         let (url, queries) = answering(move |_| answer.clone()).await;
         let tokens = tokens(&settings(TokenSourceChoice::Engine), &Worker::at(&url)).await;
         for _ in 0..8 {
-            assert_eq!(tokens.of(&text("a"), None).await.source, TokenSource::None, "{shown}");
+            assert_eq!(tokens.of(&text("a"), PromptContext::default()).await.source, TokenSource::None, "{shown}");
         }
         assert_eq!(queries.load(Ordering::Relaxed), 5, "{shown}");
         // Chats are counted separately because some engines tokenize plain text only.
-        tokens.of(&chat(HELLO), None).await;
+        tokens.of(&chat(HELLO), PromptContext::default()).await;
         assert_eq!(queries.load(Ordering::Relaxed), 6, "{shown}");
     }
 }
@@ -306,7 +310,7 @@ async fn equal_worker() -> String {
                     ClientPrompt::Chat(Box::new(ChatParts { messages, ..ChatParts::default() }))
                 }
             };
-            let ids = theirs.of(&prompt, None).await;
+            let ids = theirs.of(&prompt, PromptContext::default()).await;
             serde_json::json!({ "tokens": ids.ids }).to_string()
         }
     };
@@ -380,12 +384,12 @@ async fn workers_that_cannot_tokenize_do_not_replace_the_local_tokenizer() {
 async fn prompts_without_tokens_are_reported() {
     let (unable, _) = answering(|_| (StatusCode::NOT_FOUND, String::new())).await;
     let tokens = tokens(&settings(TokenSourceChoice::Auto), &Worker::at(&unable)).await;
-    assert_eq!(tokens.of(&ClientPrompt::Tokens(vec![1]), None).await.missing, None);
+    assert_eq!(tokens.of(&ClientPrompt::Tokens(vec![1]), PromptContext::default()).await.missing, None);
     assert_eq!(tokens.warnings(), Vec::<String>::new());
     for _ in 0..5 {
-        assert_eq!(tokens.of(&text("a"), None).await.missing, Some("engine_failed"));
+        assert_eq!(tokens.of(&text("a"), PromptContext::default()).await.missing, Some("engine_failed"));
     }
-    assert_eq!(tokens.of(&text("a"), None).await.missing, Some("engine_paused"));
+    assert_eq!(tokens.of(&text("a"), PromptContext::default()).await.missing, Some("engine_paused"));
     let recent = tokens.recent();
     assert_eq!((recent.prompts, recent.missing, recent.reason), (7, 6, Some("engine_paused")));
     let expected = "6 of the last 7 prompts were routed by load only, without tokens (engine_paused): set \

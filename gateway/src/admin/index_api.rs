@@ -23,6 +23,7 @@ use super::queries::{route_error, to_json};
 use super::views::{self, worker_ids_as_text};
 use crate::formats::openai::{ApiError, ClientPrompt};
 use crate::pools::model::Model;
+use crate::tokens::PromptContext;
 
 /// Maximum number of concurrent queries.
 pub(super) const INDEX_QUERIES_MAX: usize = 64;
@@ -73,7 +74,8 @@ impl IndexQuery {
         if length.is_some() {
             return Err(invalid("prompt_tokens must be absent with tokens or prompt"));
         }
-        let tokens = model.tokens.of(&client_prompt, self.cache_salt.as_deref()).await;
+        let context = PromptContext { cache_salt: self.cache_salt.as_deref(), ..PromptContext::default() };
+        let tokens = model.tokens.of(&client_prompt, context).await;
         let prompt = Prompt::OwnedTokens(tokens.ids.as_ref().into());
         Ok(Some(ResolvedPrompt { prompt, tokens_source: tokens.source.name(), unhashed_blocks: 0 }))
     }

@@ -22,7 +22,7 @@ use super::views::worker_ids_as_text;
 use crate::formats::openai::{ApiError, ChatParts, ClientPrompt};
 use crate::pools::model::Model;
 use crate::pools::rank_names::RankNames;
-use crate::tokens::{PromptTokens, TokenSource};
+use crate::tokens::{PromptContext, PromptTokens, TokenSource};
 
 /// A prompt in one of three forms, with the other inputs of a decision.
 #[derive(Default, Deserialize)]
@@ -181,7 +181,11 @@ pub(super) async fn overlap(
 
 /// Tokens of the prompt as for a request.
 async fn tokens_of<'p>(model: &Model, prompt: &'p ClientPrompt, cache_salt: Option<&str>) -> PromptTokens<'p> {
-    model.tokens.of(prompt, cache_salt).await.with_estimate_up_to(model.router.max_model_len())
+    model
+        .tokens
+        .of(prompt, PromptContext { cache_salt, ..PromptContext::default() })
+        .await
+        .with_estimate_up_to(model.router.max_model_len())
 }
 
 fn answer(name: &str, answer: Value, source: TokenSource, tokens: usize) -> Json<Value> {

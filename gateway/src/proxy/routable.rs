@@ -10,6 +10,7 @@ use axum::extract::Query;
 use axum::http::header::EXPECT;
 use axum::http::{HeaderMap, Method, Uri};
 use pointsman::config::RouterConfigOverride;
+use pointsman::error::RouteError;
 use pointsman::protocol::{Engine, WorkerId};
 use pointsman::{AnswerKind, Pin, PinMode, Prompt, Rejection, RequestOptions, RouteRequest};
 use serde::Deserialize;
@@ -31,7 +32,7 @@ use crate::pools::readiness::causes::placement_error;
 use crate::proxy::context::RequestContext;
 use crate::proxy::stored::owner;
 use crate::settings::{MessagesMode, Settings};
-use crate::tokens::{PromptMedia, PromptTokens};
+use crate::tokens::{PromptContext, PromptMedia, PromptTokens};
 
 /// What a client addresses.
 #[derive(Clone, Copy)]
@@ -159,7 +160,9 @@ impl RoutableRequest {
 
         let upstream_name = adapter.unwrap_or_else(|| model.settings.upstream_name());
         let cache_salt = tenant_salt.as_deref().or(parsed.cache_salt.as_deref());
-        let (tokens, further_prompt_tokens) = tokens_of(account, model, &parsed, cache_salt).await?;
+        let tenant_name = tenant.map(|tenant| tenant.name.as_str());
+        let prompt = PromptContext { cache_salt, tenant: tenant_name, tokens_max: model.router.max_model_len() };
+        let (tokens, further_prompt_tokens) = tokens_of(account, model, &parsed, prompt).await?;
         let PromptMedia { spans: mm_spans, names: media_names, report, .. } = tokens.media;
         account.media_report = report;
         let edited = parsed.model.as_deref().filter(|requested| *requested != upstream_name);
@@ -293,11 +296,14 @@ async fn tokens_of<'a>(
     account: &mut Account,
     model: &Model,
     parsed: &'a RequestBody,
-    cache_salt: Option<&str>,
+    context: PromptContext<'_>,
 ) -> Result<(PromptTokens<'a>, u32), ApiError> {
-    let len_max = model.router.max_model_len();
-    let tokens = model.tokens.of(&parsed.prompt, cache_salt).await.with_estimate_up_to(len_max);
+    let len_max = context.tokens_max;
+    let tokens = model.tokens.of(&parsed.prompt, context).await.with_estimate_up_to(len_max);
     (account.access.token_source, account.access.no_tokens) = (Some(tokens.source.name()), tokens.missing);
+    if let (Some(prompt_tokens), Some(max_model_len)) = (tokens.tokens_min, len_max) {
+        return Err(RouteError::ContextLength { prompt_tokens: prompt_tokens as usize, max_model_len }.into());
+    }
     let further = parsed.further.prompts.estimate(tokens.ids.len());
     account.access.prompt_tokens = known_length(tokens.ids.len(), further);
     if parsed.endpoint.has_engine_work() {

@@ -318,6 +318,8 @@ settings! {
         chat_template_file: Option<PathBuf>;
         /// Tokenizer threads.
         threads: u32 = 2, in 1..=256;
+        /// Longest wait for the local tokenizer; then the request is routed without tokens.
+        wait_ms: u64 = 200, in 1..=DAY_MS;
         /// Byte limit of the tokenizer cache.
         cache_bytes_max: u64 = 256 << 20, in 0..=1 << 40;
         /// Timeout of `/tokenize`.

@@ -19,7 +19,7 @@ use super::AnyWorker;
 use super::chat;
 use super::engine_breaker::{Breaker, WorkerBreakers};
 use super::reason::NoTokens;
-use super::threads::Pool;
+use super::threads::{Job, Pool};
 use crate::formats::openai::ChatParts;
 use crate::net::upstream::{UpstreamError, WorkerAccess};
 
@@ -105,32 +105,35 @@ impl Client {
     }
 
     pub(super) async fn query(&self, endpoint: &str, input: TokenizeInput<'_>) -> Result<Vec<u32>, TokenizeError> {
-        self.send(endpoint, self.body(input).await.map_err(TokenizeError::Local)?).await
+        self.send(endpoint, self.body(input, None).await.map_err(TokenizeError::Local)?, None).await
     }
 
     /// Sends a query encoded by [`body`](Self::body).
-    async fn send(&self, endpoint: &str, body: Bytes) -> Result<Vec<u32>, TokenizeError> {
+    async fn send(&self, endpoint: &str, body: Bytes, tenant: Option<&str>) -> Result<Vec<u32>, TokenizeError> {
         let bytes_max = RESPONSE_BYTES_MIN + body.len() * RESPONSE_BYTES_PER_BYTE;
         let response = self.workers.query((endpoint, "/tokenize"), body, self.within, bytes_max).await?;
         let bytes = response.len();
         let read = move || Ok(serde_json::from_slice(&response).ok().map(|TokenizeResponse { tokens }| tokens));
-        self.run_work(bytes, read).await.map_err(TokenizeError::Local)?.ok_or(TokenizeError::Unreadable)
+        self.run_work(self.job(bytes, tenant), read)
+            .await
+            .map_err(TokenizeError::Local)?
+            .ok_or(TokenizeError::Unreadable)
     }
 
     /// Encodes a text-only query.
-    async fn body(&self, input: TokenizeInput<'_>) -> Result<Bytes, NoTokens> {
+    async fn body(&self, input: TokenizeInput<'_>, tenant: Option<&str>) -> Result<Bytes, NoTokens> {
         let model = Arc::clone(&self.model);
         match input {
             TokenizeInput::Text(text) => {
                 let text = text.to_owned();
-                self.run_work(text.len(), move || {
+                self.run_work(self.job(text.len(), tenant), move || {
                     TokenizeRequest { model: &model, prompt: Some(&text), ..TokenizeRequest::default() }.encoded()
                 })
                 .await
             }
             TokenizeInput::Chat(parts) => {
                 let parts = parts.clone();
-                self.run_work(chat::bytes(&parts), move || {
+                self.run_work(self.job(chat::bytes(&parts), tenant), move || {
                     chat::text_only(&parts)?;
                     let variables = chat::variables(&parts)?;
                     let request = TokenizeRequest {
@@ -152,10 +155,14 @@ impl Client {
     /// Runs small work inline, large work in the pool.
     async fn run_work<T: Send + 'static>(
         &self,
-        bytes: usize,
+        job: Job<'_>,
         work: impl FnOnce() -> Result<T, NoTokens> + Send + 'static,
     ) -> Result<T, NoTokens> {
-        if bytes <= INLINE_BYTES_MAX { work() } else { self.pool.run(work).await }
+        if job.bytes <= INLINE_BYTES_MAX { work() } else { self.pool.run(job, work).await }
+    }
+
+    fn job<'a>(&self, bytes: usize, tenant: Option<&'a str>) -> Job<'a> {
+        Job { bytes, tenant, wait_max: self.within }
     }
 }
 
@@ -192,7 +199,7 @@ impl Engine {
     }
 
     /// Tokens within the client's time limit.
-    pub(super) async fn tokens(&self, input: TokenizeInput<'_>) -> Result<Vec<u32>, NoTokens> {
+    pub(super) async fn tokens(&self, input: TokenizeInput<'_>, tenant: Option<&str>) -> Result<Vec<u32>, NoTokens> {
         let breaker = match input {
             TokenizeInput::Text(text) if text.len() > chat::PROMPT_BYTES_MAX => return Err(NoTokens::TOO_LONG),
             TokenizeInput::Text(_) => &self.texts,
@@ -205,14 +212,14 @@ impl Engine {
             }
         };
         let end = Instant::now() + self.client.within;
-        let body = timeout_at(end, self.client.body(input)).await.map_err(|_| NoTokens::BUSY)??;
+        let body = timeout_at(end, self.client.body(input, tenant)).await.map_err(|_| NoTokens::BUSY)??;
         let worker = self.worker().ok_or(NoTokens::NO_WORKER)?;
         if !breaker.lock().permit_query(Instant::now()) {
             return Err(NoTokens::ENGINE_PAUSED);
         }
         let response = with_fallback(&self.any_worker, &self.workers, worker, end, |worker| {
             let body = body.clone();
-            async move { self.client.send(&worker, body).await }
+            async move { self.client.send(&worker, body, tenant).await }
         });
         let response = response.await;
         let mut breaker = breaker.lock();

@@ -15,7 +15,7 @@ metric_table! {
     TOKENS: counter "pointsman_gateway_tokens_total" ["model", "source", "reason"] =
         "Prompts by token source, and by reason for missing tokens; `media_prefix` for tokens up to an unknown item.";
     SECONDS: histogram "pointsman_gateway_tokenize_seconds" ["source"] =
-        "Time until the tokens of a prompt are available, including queueing.";
+        "Time until the tokens of a prompt are available, including queueing; source `none`: until it is routed without.";
     FROM_CACHE: counter "pointsman_gateway_prompt_tokens_from_cache_total" ["model"] =
         "Prompt tokens found in the tokenizer cache.";
     TOKENIZED: counter "pointsman_gateway_prompt_tokens_tokenized_total" ["model"] =

@@ -51,7 +51,7 @@ use reason::NoTokens;
 use recent::RecentCounts;
 pub use recent::RecentPrompts;
 pub use standalone::PromptTokenizer;
-use threads::Pool;
+use threads::{Job, Pool};
 
 named! {
 /// Source of the tokens.
@@ -79,6 +79,8 @@ pub struct PromptTokens<'a> {
     pub missing: Option<&'static str>,
     /// Images and other media of the prompt.
     pub media: PromptMedia,
+    /// Least number of tokens of a prompt that exceeds the maximum.
+    pub tokens_min: Option<u32>,
 }
 
 /// Media of a prompt.
@@ -112,6 +114,17 @@ impl PromptTokens<'_> {
     }
 }
 
+/// What a request has besides its prompt.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct PromptContext<'a> {
+    /// Salt of the request, included in the names of its images.
+    pub cache_salt: Option<&'a str>,
+    /// Name of the client's tenant. Tenants have equal shares of the tokenizer.
+    pub tenant: Option<&'a str>,
+    /// Maximum tokens of the model: a longer prompt is not tokenized.
+    pub tokens_max: Option<u32>,
+}
+
 /// Returns the endpoint of an eligible worker that satisfies the predicate, in rotation; `None` without one. A given
 /// endpoint is excluded.
 pub type AnyWorker = Arc<dyn Fn(Option<&str>, &dyn Fn(&str) -> bool) -> Option<String> + Send + Sync>;
@@ -126,6 +139,8 @@ pub struct Tokens {
     stamps: Vec<Stamp>,
     /// Whether images in data URLs receive names.
     names_media: bool,
+    /// Longest wait of a prompt for the local tokenizer.
+    wait_max: Duration,
     inline_system: InlineSystem,
 }
 
@@ -199,8 +214,8 @@ impl Tokens {
             }
         };
         let recent = RecentCounts::new(upstream_name);
-        let names_media = settings.media_uuids;
-        let tokens = Self { source, meters, recent, parity, stamps, names_media, inline_system };
+        let (names_media, wait_max) = (settings.media_uuids, Duration::from_millis(settings.wait_ms));
+        let tokens = Self { source, meters, recent, parity, stamps, names_media, wait_max, inline_system };
         tokens.meters.source(tokens.source());
         match &tokens.source {
             Source::None => {
@@ -278,11 +293,10 @@ impl Tokens {
         }
     }
 
-    /// Tokens of the prompt. `cache_salt` is the salt of the request, included in the names of its images. An adapter has
-    /// the tokens of its base model.
+    /// Tokens of the prompt. An adapter has the tokens of its base model.
     ///
     /// Cancel-safe: dropping the future removes the prompt from the queue.
-    pub async fn of<'a>(&self, prompt: &'a ClientPrompt, cache_salt: Option<&str>) -> PromptTokens<'a> {
+    pub async fn of<'a>(&self, prompt: &'a ClientPrompt, context: PromptContext<'_>) -> PromptTokens<'a> {
         if let ClientPrompt::Tokens(ids) = prompt {
             self.meters.with_tokens(TokenSource::Request);
             self.recent.with_tokens();
@@ -291,10 +305,11 @@ impl Tokens {
                 source: TokenSource::Request,
                 missing: None,
                 media: PromptMedia::default(),
+                tokens_min: None,
             };
         }
         let begun = Instant::now();
-        match self.compute(prompt, cache_salt).await {
+        match self.compute(prompt, context).await {
             Ok((ids, media, source)) => {
                 self.recent.with_tokens();
                 self.meters.record_time(source, begun.elapsed());
@@ -303,16 +318,23 @@ impl Tokens {
                 } else {
                     self.meters.with_tokens(source);
                 }
-                PromptTokens { ids: Cow::Owned(ids), source, missing: None, media }
+                PromptTokens { ids: Cow::Owned(ids), source, missing: None, media, tokens_min: None }
             }
             Err(reason) => {
                 self.meters.without_tokens(reason.name);
                 // The choice of the operator is no problem.
                 if reason != NoTokens::OFF {
+                    self.meters.record_time(TokenSource::None, begun.elapsed());
                     self.recent.without_tokens(reason);
                 }
                 let (ids, media) = (Cow::Borrowed(&[][..]), PromptMedia::default());
-                PromptTokens { ids, source: TokenSource::None, missing: Some(reason.name), media }
+                PromptTokens {
+                    ids,
+                    source: TokenSource::None,
+                    missing: Some(reason.name),
+                    media,
+                    tokens_min: reason.tokens_min,
+                }
             }
         }
     }
@@ -320,7 +342,7 @@ impl Tokens {
     async fn compute(
         &self,
         prompt: &ClientPrompt,
-        cache_salt: Option<&str>,
+        context: PromptContext<'_>,
     ) -> Result<(Vec<u32>, PromptMedia, TokenSource), NoTokens> {
         let text_only = |source| move |ids| (ids, PromptMedia::default(), source);
         let input = match prompt {
@@ -334,18 +356,20 @@ impl Tokens {
             Source::Local { local, pool, .. } => {
                 // Other tokens still serve for the length of the prompt, and as names of blocks placed by this gateway.
                 if let Some(engine) = self.fallback()
-                    && let Ok(ids) = engine.tokens(input).await
+                    && let Ok(ids) = engine.tokens(input, context.tenant).await
                 {
                     return Ok(text_only(TokenSource::Engine)(ids));
                 }
                 match input {
-                    TokenizeInput::Text(text) => tokenise(local, pool, text).await.map(text_only(TokenSource::Local)),
-                    TokenizeInput::Chat(parts) => self.conversation(local, pool, parts, cache_salt).await,
+                    TokenizeInput::Text(text) => {
+                        self.text(local, pool, text, context).await.map(text_only(TokenSource::Local))
+                    }
+                    TokenizeInput::Chat(parts) => self.conversation(local, pool, parts, context).await,
                 }
             }
             Source::Engine { engine, .. } => {
                 let before = self.source();
-                let answer = engine.tokens(input).await;
+                let answer = engine.tokens(input, context.tenant).await;
                 if before != self.source() {
                     self.meters.source(self.source());
                 }
@@ -359,17 +383,42 @@ impl Tokens {
         local: &Arc<Local>,
         pool: &Pool,
         parts: &ChatParts,
-        cache_salt: Option<&str>,
+        context: PromptContext<'_>,
     ) -> Result<(Vec<u32>, PromptMedia, TokenSource), NoTokens> {
         match chat::refused(parts) {
             // The data of media is removed before the length is checked again.
             Err(NoTokens::TOO_LONG) if media::may_occur(parts) => {}
             checked => checked?,
         }
-        let (local, parts) = (Arc::clone(local), parts.clone());
-        let (is_on, salt) = (self.names_media, cache_salt.filter(|salt| !salt.is_empty()).map(str::to_owned));
-        let conversation = pool.run(move || local.conversation(&parts, Naming { is_on, salt: salt.as_deref() }));
+        let job = self.job(chat::bytes(parts), context);
+        let (local, parts, tokens_max) = (Arc::clone(local), parts.clone(), context.tokens_max);
+        let (is_on, salt) = (self.names_media, context.cache_salt.filter(|salt| !salt.is_empty()).map(str::to_owned));
+        let conversation =
+            pool.run(job, move || local.conversation(&parts, Naming { is_on, salt: salt.as_deref() }, tokens_max));
         conversation.await.map(|(ids, media)| (ids, media.unwrap_or_default(), TokenSource::Local))
+    }
+}
+
+impl Tokens {
+    async fn text(
+        &self,
+        local: &Arc<Local>,
+        pool: &Pool,
+        text: &str,
+        context: PromptContext<'_>,
+    ) -> Result<Vec<u32>, NoTokens> {
+        // Checked before the copy.
+        local.check_length(text, context.tokens_max)?;
+        if text.len() > chat::PROMPT_BYTES_MAX {
+            return Err(NoTokens::TOO_LONG);
+        }
+        let job = self.job(text.len(), context);
+        let (local, text) = (Arc::clone(local), text.to_owned());
+        pool.run(job, move || local.text(&text)).await
+    }
+
+    fn job<'a>(&self, bytes: usize, context: PromptContext<'a>) -> Job<'a> {
+        Job { bytes, tenant: context.tenant, wait_max: self.wait_max }
     }
 }
 
@@ -384,15 +433,6 @@ impl Drop for Tokens {
 fn stamps_of(settings: &TokensSettings) -> Vec<Stamp> {
     let stamps = |file: &PathBuf| files::stamps(file, settings.chat_template_file.as_deref());
     settings.tokenizer_file.as_ref().map(stamps).unwrap_or_default()
-}
-
-async fn tokenise(local: &Arc<Local>, pool: &Pool, text: &str) -> Result<Vec<u32>, NoTokens> {
-    // Checked before the copy.
-    if text.len() > chat::PROMPT_BYTES_MAX {
-        return Err(NoTokens::TOO_LONG);
-    }
-    let (local, text) = (Arc::clone(local), text.to_owned());
-    pool.run(move || local.text(&text)).await
 }
 
 async fn load(

@@ -17,7 +17,7 @@ use super::engine::{Client, TokenizeInput};
 use super::local::Local;
 use super::meters::TokenMeters;
 use super::reason::NoTokens;
-use super::threads::Pool;
+use super::threads::{Job, Pool};
 use super::{AnyWorker, TokenSource};
 use crate::formats::named;
 use crate::formats::openai::ChatParts;
@@ -114,6 +114,9 @@ impl State {
         }
     }
 }
+
+/// Longest wait for the tokens of a sample.
+const WAIT_MAX: Duration = Duration::from_secs(5);
 
 /// Inputs of the comparison.
 pub(super) struct Parity {
@@ -236,15 +239,15 @@ impl Parity {
     }
 
     async fn ours(&self, input: TokenizeInput<'_>) -> Result<Vec<u32>, NoTokens> {
-        let local = Arc::clone(&self.local);
+        let (local, job) = (Arc::clone(&self.local), Job { bytes: 0, tenant: None, wait_max: WAIT_MAX });
         match input {
             TokenizeInput::Text(text) => {
                 let text = text.to_owned();
-                self.pool.run(move || local.text(&text)).await
+                self.pool.run(job, move || local.text(&text)).await
             }
             TokenizeInput::Chat(parts) => {
                 let parts = parts.clone();
-                self.pool.run(move || local.chat(&parts)).await
+                self.pool.run(job, move || local.chat(&parts, None)).await
             }
         }
     }

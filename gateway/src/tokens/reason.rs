@@ -11,6 +11,8 @@ pub(super) struct NoTokens {
     pub(super) name: &'static str,
     /// The setting that helps, if one does.
     pub(super) remedy: Option<&'static str>,
+    /// Least number of tokens of a text that exceeds the context length.
+    pub(super) tokens_min: Option<u32>,
 }
 
 impl NoTokens {
@@ -33,7 +35,7 @@ impl NoTokens {
     /// Text above the size limit.
     pub(super) const TOO_LONG: Self = Self::of("too_long");
     /// The queue is full, or the wait was too long.
-    pub(super) const BUSY: Self = Self::with("busy", "raise tokens.threads");
+    pub(super) const BUSY: Self = Self::with("busy", "raise tokens.threads or tokens.wait_ms");
     /// The engine's `/tokenize` does not support a part of the request.
     pub(super) const UNSUPPORTED: Self = Self::with("unsupported", "set tokens.tokenizer_file (--tokenizer)");
     /// No worker available.
@@ -45,12 +47,17 @@ impl NoTokens {
     /// The source of the model is `none`.
     pub(super) const OFF: Self = Self::of("off");
 
+    /// Text longer than all tokens that the model takes.
+    pub(super) const fn over_context(tokens_min: u32) -> Self {
+        Self { tokens_min: Some(tokens_min), ..Self::of("over_context") }
+    }
+
     /// A reason that no setting removes.
     pub(super) const fn of(name: &'static str) -> Self {
-        Self { name, remedy: None }
+        Self { name, remedy: None, tokens_min: None }
     }
 
     const fn with(name: &'static str, remedy: &'static str) -> Self {
-        Self { name, remedy: Some(remedy) }
+        Self { remedy: Some(remedy), ..Self::of(name) }
     }
 }

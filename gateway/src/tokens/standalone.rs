@@ -43,7 +43,7 @@ impl PromptTokenizer {
         match RequestBody::parse(Endpoint::Chat, request.into()).map_err(|error| error.message)?.prompt {
             ClientPrompt::Tokens(ids) => Ok(ids),
             ClientPrompt::Text(text) => self.text(&text),
-            ClientPrompt::Chat(parts) => self.0.chat(&parts).map_err(unknown),
+            ClientPrompt::Chat(parts) => self.0.chat(&parts, None).map_err(unknown),
             ClientPrompt::Opaque(reason) => Err(unknown(NoTokens::of(reason))),
         }
     }

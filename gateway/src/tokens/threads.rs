@@ -1,16 +1,18 @@
-//! Tokenizer thread pool with a bounded queue.
+//! Tokenizer thread pool with bounded, fair queues.
 //!
-//! Waits are limited to [`WAIT_MAX`], abandoned work is dropped before it starts, and a panic in one task affects no
-//! other.
+//! Texts wait in a lane for their length. Short lanes go first, and each lane leaves threads to the others, so that the
+//! system divides the processors among long and short texts in time slices. In a lane, tenants have equal shares by bytes
+//! (start-time fair queuing). Abandoned work is dropped before it starts, and a panic in one task affects no other.
 
+use std::collections::BTreeMap;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread;
 use std::time::Duration;
 
-use parking_lot::Mutex;
+use ahash::AHashMap;
+use parking_lot::{Condvar, Mutex};
 use tokio::sync::oneshot;
 use tokio::time::timeout;
 
@@ -20,45 +22,131 @@ use super::reason::NoTokens;
 const QUEUE_MAX: usize = 1_024;
 
 /// Maximum threads; more do not help one model.
-const THREADS_MAX: u32 = 64;
+const THREADS_MAX: usize = 64;
 
-/// Maximum wait, queue and execution together. After it, routing by load alone is the better choice.
-pub(super) const WAIT_MAX: Duration = Duration::from_secs(5);
+/// Maximum bytes of a text in each lane but the last.
+const LANE_BYTES_MAX: [usize; LANES - 1] = [64 << 10, 512 << 10];
+const LANES: usize = 3;
+
+/// Cost of a task besides its bytes.
+const TASK_BYTES: u64 = 1 << 10;
 
 /// Stack size: templates and tokenizers recurse deeper than the runtime's threads allow.
 const STACK_BYTES: usize = 8 << 20;
 
 type Work = Box<dyn FnOnce() + Send>;
 
-/// A queue entry, empty once the work has started or was abandoned.
-type Task = Arc<Mutex<Option<Work>>>;
+/// A task of a client.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Job<'a> {
+    /// Length of its text.
+    pub(super) bytes: usize,
+    /// Tenant of the client, if any.
+    pub(super) tenant: Option<&'a str>,
+    /// Maximum wait, queue and execution together.
+    pub(super) wait_max: Duration,
+}
 
 /// The threads. After the drop of the pool they finish their current task and end.
-pub(super) struct Pool {
-    queue: SyncSender<Task>,
+pub(super) struct Pool(Arc<Shared>);
+
+struct Shared {
+    queue: Mutex<Queue>,
+    /// Notified after a change of the queue.
+    changed: Condvar,
+}
+
+/// Position of a task: its virtual start time, and its number.
+type Key = (u64, u64);
+
+/// Waiting tasks.
+#[derive(Default)]
+struct Queue {
+    lanes: [Lane; LANES],
+    /// Threads at work for each lane.
+    busy: [usize; LANES],
+    /// Maximum of `busy` for each lane with those of longer texts.
+    busy_max: [usize; LANES],
+    waiting_max: usize,
+    next_id: u64,
+    is_closed: bool,
+}
+
+#[derive(Default)]
+struct Lane {
+    tasks: BTreeMap<Key, Work>,
+    /// Virtual time: the start of the last task.
+    now: u64,
+    /// Virtual time at which each tenant has used its share.
+    used: AHashMap<Option<Box<str>>, u64>,
+}
+
+impl Queue {
+    fn new(threads: usize, waiting_max: usize) -> Self {
+        // One thread is left to short texts, and one to those of medium length.
+        let threads = threads.clamp(1, THREADS_MAX);
+        let (medium, long) = (threads.max(2), (threads / 2).max(1));
+        Self { busy_max: [medium + 1, medium, long], waiting_max, ..Self::default() }
+    }
+
+    /// Adds a task, or returns the work if the queue is full.
+    fn push(&mut self, job: Job<'_>, work: Work) -> Result<(usize, Key), Work> {
+        if self.lanes.iter().map(|lane| lane.tasks.len()).sum::<usize>() >= self.waiting_max {
+            return Err(work);
+        }
+        let n = LANE_BYTES_MAX.iter().take_while(|max| job.bytes > **max).count();
+        let lane = &mut self.lanes[n];
+        let tenant = job.tenant.map(Box::from);
+        let start = lane.used.get(&tenant).map_or(lane.now, |used| lane.now.max(*used));
+        lane.used.insert(tenant, start + TASK_BYTES + job.bytes as u64);
+        let key = (start, self.next_id);
+        self.next_id += 1;
+        lane.tasks.insert(key, work);
+        Ok((n, key))
+    }
+
+    /// Starts the next task that leaves a thread to the other lanes.
+    fn start(&mut self) -> Option<(usize, Work)> {
+        let n = (0..LANES).find(|n| {
+            let is_free = (0..=*n).all(|lane| self.busy[lane..].iter().sum::<usize>() < self.busy_max[lane]);
+            // Short texts leave a thread to longer ones that wait.
+            let others_wait = self.lanes[1..].iter().any(|lane| !lane.tasks.is_empty());
+            let is_fair = *n > 0 || self.busy[0] + 1 < self.busy_max[0] || !others_wait;
+            is_free && is_fair && !self.lanes[*n].tasks.is_empty()
+        })?;
+        let lane = &mut self.lanes[n];
+        let ((start, _), work) = lane.tasks.pop_first()?;
+        lane.now = start;
+        if lane.tasks.is_empty() {
+            lane.used.retain(|_, used| *used > start);
+        }
+        self.busy[n] += 1;
+        Some((n, work))
+    }
 }
 
 impl Pool {
-    /// Starts `threads` threads, at least one.
+    /// Starts `threads` threads, at least one, and those that the lanes leave to each other.
     pub(super) fn start(threads: u32) -> io::Result<Self> {
-        Self::with_queue(threads, QUEUE_MAX)
+        Self::with_queue(Queue::new(threads as usize, QUEUE_MAX))
     }
 
-    fn with_queue(threads: u32, queue_max: usize) -> io::Result<Self> {
-        let (queue, waiting) = sync_channel::<Task>(queue_max);
-        let waiting = Arc::new(Mutex::new(waiting));
-        for n in 0..threads.clamp(1, THREADS_MAX) {
-            let waiting = Arc::clone(&waiting);
+    fn with_queue(queue: Queue) -> io::Result<Self> {
+        let threads = queue.busy_max[0];
+        let pool = Self(Arc::new(Shared { queue: Mutex::new(queue), changed: Condvar::new() }));
+        for n in 0..threads {
+            let shared = Arc::clone(&pool.0);
             let builder = thread::Builder::new().name(format!("tokenize-{n}")).stack_size(STACK_BYTES);
-            builder.spawn(move || run_tasks(&waiting))?;
+            builder.spawn(move || run_tasks(&shared))?;
         }
-        Ok(Self { queue })
+        Ok(pool)
     }
 
-    /// Runs the work within [`WAIT_MAX`]. Cancel-safe: dropping the future removes work that has not started from the
-    /// queue, with all its data.
+    /// Runs the work within its time. Cancel-safe: dropping the future removes work that has not started from the queue,
+    /// with all its data.
     pub(super) async fn run<T: Send + 'static>(
         &self,
+        job: Job<'_>,
         work: impl FnOnce() -> Result<T, NoTokens> + Send + 'static,
     ) -> Result<T, NoTokens> {
         let (reply, answer) = oneshot::channel();
@@ -66,36 +154,47 @@ impl Pool {
             // The receiver may be gone.
             let _ = reply.send(work());
         });
-        let task: Task = Arc::new(Mutex::new(Some(work)));
-        let _abandon = AbandonOnDrop(Arc::clone(&task));
-        self.queue.try_send(task).map_err(|_| NoTokens::BUSY)?;
-        timeout(WAIT_MAX, answer).await.map_err(|_| NoTokens::BUSY)?.unwrap_or(Err(NoTokens::PANICKED))
+        let added = self.0.queue.lock().push(job, work);
+        let (lane, key) = added.map_err(|_| NoTokens::BUSY)?;
+        let _waiting = Waiting { shared: &self.0, lane, key };
+        self.0.changed.notify_one();
+        timeout(job.wait_max, answer).await.map_err(|_| NoTokens::BUSY)?.unwrap_or(Err(NoTokens::PANICKED))
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        self.0.queue.lock().is_closed = true;
+        self.0.changed.notify_all();
     }
 }
 
 /// A waiting caller; dropping it abandons the work.
-struct AbandonOnDrop(Task);
+struct Waiting<'a> {
+    shared: &'a Shared,
+    lane: usize,
+    key: Key,
+}
 
-impl Drop for AbandonOnDrop {
+impl Drop for Waiting<'_> {
     fn drop(&mut self) {
-        drop(take_work(&self.0));
+        // Dropped after the lock.
+        let _work = self.shared.queue.lock().lanes[self.lane].tasks.remove(&self.key);
     }
 }
 
-/// Takes the work unless it has started. The lock is not held while the work runs or is dropped.
-fn take_work(task: &Mutex<Option<Work>>) -> Option<Work> {
-    task.lock().take()
-}
-
-fn run_tasks(waiting: &Mutex<Receiver<Task>>) {
-    loop {
-        // One thread waits on the channel, the others on the lock; no code in between panics.
-        let task = waiting.lock().recv();
-        let Ok(task) = task else { return };
-        if let Some(work) = take_work(&task) {
-            // A panic drops the reply sender, which informs the caller.
-            let _ = catch_unwind(AssertUnwindSafe(work));
-        }
+fn run_tasks(shared: &Shared) {
+    let mut queue = shared.queue.lock();
+    while !queue.is_closed {
+        let Some((lane, work)) = queue.start() else {
+            shared.changed.wait(&mut queue);
+            continue;
+        };
+        drop(queue);
+        // A panic drops the reply sender, which informs the caller.
+        let _ = catch_unwind(AssertUnwindSafe(work));
+        queue = shared.queue.lock();
+        queue.busy[lane] -= 1;
     }
 }
 
@@ -105,20 +204,102 @@ mod tests {
 
     use super::*;
 
+    const WAIT: Duration = Duration::from_secs(60);
+    const SHORT: Job<'_> = Job { bytes: 1, tenant: None, wait_max: WAIT };
+    const LONG: Job<'_> = Job { bytes: 3 << 20, ..SHORT };
+
+    /// A pool with one thread.
+    fn single(waiting_max: usize) -> Pool {
+        Pool::with_queue(Queue { busy_max: [1; LANES], waiting_max, ..Queue::default() }).unwrap()
+    }
+
+    /// Adds a task without effect.
+    fn add(queue: &mut Queue, bytes: usize, tenant: Option<&str>) -> u64 {
+        let added = queue.push(Job { bytes, tenant, wait_max: WAIT }, Box::new(|| ()));
+        added.map(|(_, (_, id))| id).unwrap_or_else(|_| panic!("the queue is full"))
+    }
+
+    /// Lanes of the tasks that start while none ends.
+    fn started(queue: &mut Queue) -> Vec<usize> {
+        std::iter::from_fn(|| queue.start()).map(|(lane, _)| lane).collect()
+    }
+
+    #[test]
+    fn long_texts_leave_threads_to_shorter_ones() {
+        for (threads, expected) in [(1, vec![2, 1, 0]), (2, vec![2, 1, 0]), (4, vec![2, 2, 1, 1, 0])] {
+            let mut queue = Queue::new(threads, QUEUE_MAX);
+            for _ in 0..9 {
+                add(&mut queue, 3 << 20, None);
+            }
+            let mut lanes = started(&mut queue);
+            for _ in 0..9 {
+                add(&mut queue, 100 << 10, None);
+            }
+            lanes.extend(started(&mut queue));
+            for _ in 0..9 {
+                add(&mut queue, 100, None);
+            }
+            lanes.extend(started(&mut queue));
+            assert_eq!(lanes, expected, "{threads} threads");
+        }
+        // Short texts go first, and leave one thread.
+        let mut queue = Queue::new(2, QUEUE_MAX);
+        for bytes in [3 << 20, 100 << 10, 100, 100, 100] {
+            add(&mut queue, bytes, None);
+        }
+        assert_eq!(started(&mut queue), [0, 0, 1]);
+    }
+
+    #[test]
+    fn tenants_have_equal_shares_by_bytes() {
+        let mut queue = Queue { busy_max: [usize::MAX; LANES], waiting_max: 100, ..Queue::default() };
+        let first: Vec<u64> = (0..20).map(|_| add(&mut queue, 10_000, Some("a"))).collect();
+        let small: Vec<u64> = (0..4).map(|_| add(&mut queue, 1_000, Some("b"))).collect();
+        let order: Vec<u64> = std::iter::from_fn(|| {
+            let id = queue.lanes[0].tasks.first_key_value().map(|((_, id), _)| *id);
+            queue.start();
+            id
+        })
+        .collect();
+        // The other tenant comes after the first task of its predecessor.
+        assert_eq!(order[..6], [first[0], small[0], small[1], small[2], small[3], first[1]]);
+        assert!(queue.lanes[0].used.len() <= 1, "forgotten with the last task");
+    }
+
     #[tokio::test]
     async fn a_panic_affects_no_other_task() {
         let pool = Pool::start(1).unwrap();
-        let defect = pool.run(|| -> Result<(), NoTokens> { panic!("a defect") }).await;
+        let defect = pool.run(SHORT, || -> Result<(), NoTokens> { panic!("a defect") }).await;
         assert_eq!(defect, Err(NoTokens::PANICKED));
-        assert_eq!(pool.run(|| Ok(7)).await, Ok(7));
+        assert_eq!(pool.run(SHORT, || Ok(7)).await, Ok(7));
+    }
+
+    #[tokio::test]
+    async fn long_texts_delay_no_short_one() {
+        let pool = Pool::start(2).unwrap();
+        let (release, released) = std::sync::mpsc::channel::<()>();
+        let released = Arc::new(Mutex::new(released));
+        let long = || {
+            let released = Arc::clone(&released);
+            Box::pin(pool.run(LONG, move || released.lock().recv().map_err(|_| NoTokens::PANICKED)))
+        };
+        let mut waiting: Vec<_> = (0..10).map(|_| long()).collect();
+        waiting.iter_mut().for_each(|long| assert!(futures_now(long).is_none()));
+        assert_eq!(pool.run(SHORT, || Ok(7)).await, Ok(7));
+        for _ in 0..10 {
+            release.send(()).unwrap();
+        }
+        for long in waiting {
+            assert_eq!(long.await, Ok(()));
+        }
     }
 
     #[tokio::test]
     async fn full_queue_rejects_and_abandoned_work_never_starts() {
-        let pool = Pool::with_queue(1, 1).unwrap();
+        let pool = single(1);
         let (begun, has_begun) = std::sync::mpsc::channel();
         let (release, released) = std::sync::mpsc::channel::<()>();
-        let first = pool.run(move || {
+        let first = pool.run(SHORT, move || {
             begun.send(()).unwrap();
             released.recv().unwrap();
             Ok(1)
@@ -132,28 +313,22 @@ mod tests {
         let mut first = Box::pin(first);
         assert!(futures_now(&mut first).is_none());
         has_begun.recv().unwrap();
-        let mut second = Box::pin(pool.run(counted()));
+        let mut second = Box::pin(pool.run(SHORT, counted()));
         assert!(futures_now(&mut second).is_none());
-        assert_eq!(pool.run(counted()).await, Err(NoTokens::BUSY));
+        assert_eq!(pool.run(SHORT, counted()).await, Err(NoTokens::BUSY));
         drop(second);
+        let mut third = Box::pin(pool.run(SHORT, counted()));
+        assert!(futures_now(&mut third).is_none(), "its place is free");
         release.send(()).unwrap();
-        assert_eq!(first.await, Ok(1));
-        // The queue is processed in order: this task completes after the dropped one was skipped.
-        loop {
-            match pool.run(counted()).await {
-                Ok(before) => break assert_eq!(before, 0),
-                Err(reason) => assert_eq!(reason, NoTokens::BUSY),
-            }
-            tokio::task::yield_now().await;
-        }
+        assert_eq!((first.await, third.await), (Ok(1), Ok(0)));
     }
 
     #[tokio::test(start_paused = true)]
     async fn waits_are_limited_and_late_work_is_dropped() {
-        let pool = Pool::start(1).unwrap();
+        let pool = single(9);
         let (begun, has_begun) = std::sync::mpsc::channel();
         let (release, released) = std::sync::mpsc::channel::<()>();
-        let mut first = Box::pin(pool.run(move || {
+        let mut first = Box::pin(pool.run(SHORT, move || {
             begun.send(()).unwrap();
             released.recv().unwrap();
             Ok(())
@@ -167,8 +342,8 @@ mod tests {
             move || Ok(held.len())
         };
         // The only thread is not released before: the wait can only time out.
-        assert_eq!(pool.run(work).await, Err(NoTokens::BUSY));
-        assert_eq!(from.elapsed(), WAIT_MAX);
+        assert_eq!(pool.run(SHORT, work).await, Err(NoTokens::BUSY));
+        assert_eq!(from.elapsed(), WAIT);
         assert_eq!(Arc::strong_count(&held), 1);
         // The wait for started work ends too.
         assert_eq!(first.await, Err(NoTokens::BUSY));

@@ -7,7 +7,11 @@ use std::path::Path;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use tokenizers::Tokenizer;
+use tokenizers::models::ModelWrapper;
+use tokenizers::normalizers::NormalizerWrapper;
+use tokenizers::pre_tokenizers::PreTokenizerWrapper;
+use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+use tokenizers::{SplitDelimiterBehavior, Tokenizer};
 
 use super::PromptMedia;
 use super::cache::{Cache, Keys};
@@ -43,6 +47,8 @@ pub(super) struct Local {
     /// Placeholders of media; `None` if prompts with media have no tokens.
     placeholders: Option<Placeholders>,
     lengths: Arc<MediaLengths>,
+    /// Longest text of one token, in bytes; `None` if a token may have more text.
+    token_bytes_max: Option<usize>,
 }
 
 struct Kept {
@@ -74,8 +80,18 @@ impl Local {
         let around = around(&tokenizer);
         let takes_inline_system = templates.take_inline_system();
         let (placeholders, lengths) = (Placeholders::of(&tokenizer, None), Arc::new(MediaLengths::new()));
-        let mut local =
-            Self { tokenizer, templates, takes_inline_system, around, kept: None, meters, placeholders, lengths };
+        let (token_bytes_max, kept) = (token_bytes_max(&tokenizer), None);
+        let mut local = Self {
+            tokenizer,
+            templates,
+            takes_inline_system,
+            around,
+            kept,
+            meters,
+            placeholders,
+            lengths,
+            token_bytes_max,
+        };
         let bytes_max = usize::try_from(cache_bytes_max).unwrap_or(usize::MAX);
         if bytes_max > 0 {
             local.keep(bytes_max, CHUNK_BYTES_MIN);
@@ -120,6 +136,13 @@ impl Local {
         self.kept = kept;
     }
 
+    /// Rejects a text with more than `tokens_max` tokens, by its length.
+    pub(super) fn check_length(&self, text: &str, tokens_max: Option<u32>) -> Result<(), NoTokens> {
+        let (Some(tokens_max), Some(bytes)) = (tokens_max, self.token_bytes_max) else { return Ok(()) };
+        let tokens_min = u32::try_from(text.len().div_ceil(bytes)).unwrap_or(u32::MAX);
+        if tokens_min > tokens_max { Err(NoTokens::over_context(tokens_min)) } else { Ok(()) }
+    }
+
     /// Tokens of plain text, including tokens added around it.
     pub(super) fn text(&self, text: &str) -> Result<Vec<u32>, NoTokens> {
         if text.len() > PROMPT_BYTES_MAX {
@@ -132,8 +155,10 @@ impl Local {
     }
 
     /// Tokens of a conversation. The template adds the surrounding tokens.
-    pub(super) fn chat(&self, parts: &ChatParts) -> Result<Vec<u32>, NoTokens> {
-        self.encode(&self.templates.render(parts, MediaForm::Rejected)?, &[], &[])
+    pub(super) fn chat(&self, parts: &ChatParts, tokens_max: Option<u32>) -> Result<Vec<u32>, NoTokens> {
+        let rendered = self.templates.render(parts, MediaForm::Rejected)?;
+        self.check_length(&rendered, tokens_max)?;
+        self.encode(&rendered, &[], &[])
     }
 
     /// Tokens of a conversation with or without media.
@@ -141,13 +166,14 @@ impl Local {
         &self,
         parts: &ChatParts,
         naming: Naming<'_>,
+        tokens_max: Option<u32>,
     ) -> Result<(Vec<u32>, Option<PromptMedia>), NoTokens> {
         if !media::may_occur(parts) {
-            return self.chat(parts).map(|ids| (ids, None));
+            return self.chat(parts, tokens_max).map(|ids| (ids, None));
         }
         let Outline { parts, items, names } = Outline::read(parts, naming)?;
         if items.is_empty() {
-            return self.chat(&parts).map(|ids| (ids, None));
+            return self.chat(&parts, tokens_max).map(|ids| (ids, None));
         }
         let placeholders = self.placeholders.as_ref().ok_or(NoTokens::MULTIMODAL)?;
         let format = self.templates.format_for(&parts)?;
@@ -214,6 +240,39 @@ impl Local {
             })
         })
     }
+}
+
+/// Longest text of one token. Known for tokenizers that give each byte to a token: byte-level BPE whose steps before the
+/// model remove nothing.
+fn token_bytes_max(tokenizer: &Tokenizer) -> Option<usize> {
+    let keeps_all = |step: &PreTokenizerWrapper| match step {
+        PreTokenizerWrapper::ByteLevel(_) => true,
+        PreTokenizerWrapper::Split(split) => split.behavior != SplitDelimiterBehavior::Removed,
+        _ => false,
+    };
+    let is_byte_level = |step: &PreTokenizerWrapper| matches!(step, PreTokenizerWrapper::ByteLevel(_));
+    let is_covered = match tokenizer.get_pre_tokenizer()? {
+        PreTokenizerWrapper::Sequence(steps) => {
+            steps.as_ref().iter().all(keeps_all) && steps.as_ref().iter().any(is_byte_level)
+        }
+        step => is_byte_level(step),
+    };
+    let is_complete = || ByteLevel::alphabet().iter().all(|byte| tokenizer.token_to_id(&byte.to_string()).is_some());
+    // Composed characters have at least a third of the bytes of their parts.
+    let shrinks_by = match tokenizer.get_normalizer() {
+        None => 1,
+        Some(NormalizerWrapper::NFC(_)) => 3,
+        Some(_) => return None,
+    };
+    let added = tokenizer.get_added_tokens_decoder();
+    let takes_spaces = added.values().any(|token| token.lstrip || token.rstrip);
+    if !is_covered || !matches!(tokenizer.get_model(), ModelWrapper::BPE(_)) || takes_spaces || !is_complete() {
+        return None;
+    }
+    // A character of the vocabulary is one byte of the text.
+    let of_model = tokenizer.get_vocab(false).into_keys().map(|token| token.chars().count()).max()?;
+    let of_added = added.values().map(|token| token.content.len()).max().unwrap_or(0);
+    Some(of_model.max(of_added) * shrinks_by)
 }
 
 fn whole(tokenizer: &Tokenizer, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, NoTokens> {

@@ -85,8 +85,8 @@ fn chats_match_transformers() {
             "{}",
             case.name
         );
-        assert_eq!(local.chat(&parts).as_deref(), Ok(&case.ids[..]), "{}", case.name);
-        assert_eq!(local.chat(&parts).as_deref(), Ok(&case.ids[..]), "again: {}", case.name);
+        assert_eq!(local.chat(&parts, None).as_deref(), Ok(&case.ids[..]), "{}", case.name);
+        assert_eq!(local.chat(&parts, None).as_deref(), Ok(&case.ids[..]), "again: {}", case.name);
     }
 }
 
@@ -129,7 +129,7 @@ fn unrenderable_chats_have_no_tokens() {
     ];
     for (parts, reason) in cases {
         let shown = String::from_utf8_lossy(&parts.messages[..parts.messages.len().min(80)]).into_owned();
-        assert_eq!(local.chat(&parts), Err(reason), "{shown}");
+        assert_eq!(local.chat(&parts, None), Err(reason), "{shown}");
     }
     assert_eq!(local.text(&"x".repeat(PROMPT_BYTES_MAX + 1)), Err(NoTokens::TOO_LONG));
 }
@@ -176,7 +176,7 @@ fn next_turn_tokenizes_only_new_text() {
     };
     let long = "once upon a time ".repeat(200);
     let first = format!(r#"{{"role":"user","content":"{long}"}}"#);
-    local.chat(&chat(&format!("[{first}]"))).unwrap();
+    local.chat(&chat(&format!("[{first}]")), None).unwrap();
     let after_first = cached(&local);
     assert!(after_first > 4 * 600, "{after_first}");
     let text = local.templates.render(&chat(&format!("[{first}]")), MediaForm::Rejected).unwrap();
@@ -187,7 +187,7 @@ fn next_turn_tokenizes_only_new_text() {
     let second =
         format!(r#"[{first},{{"role":"assistant","content":"Go on."}},{{"role":"user","content":"{long}!"}}]"#);
     let uncached = super::tests::local("tokenizer.json", None, 0);
-    assert_eq!(local.chat(&chat(&second)), uncached.chat(&chat(&second)));
+    assert_eq!(local.chat(&chat(&second), None), uncached.chat(&chat(&second), None));
     assert!(cached(&local) > after_first);
 }
 
@@ -338,4 +338,17 @@ fn templates_are_tried_with_a_system_message_between_turns() {
         "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('no') }}{% endif %}{{ m.content }}{% endfor %}"
     ));
     assert!(!takes("{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"), "dropped in silence");
+}
+
+#[test]
+fn lengths_bound_the_number_of_tokens() {
+    let local = local("tokenizer.json", None, 0);
+    let bytes = local.token_bytes_max.expect("byte-level");
+    assert_eq!(bytes, "<|start_header_id|>".len());
+    let text = "<|start_header_id|>".repeat(10);
+    assert_eq!((local.text(&text).unwrap().len(), local.check_length(&text, Some(10))), (10, Ok(())));
+    assert_eq!(local.check_length(&(text.clone() + "a"), Some(10)), Err(NoTokens::over_context(11)));
+    assert_eq!(local.check_length(&text, None), Ok(()));
+    // Its normalizer or its model may map several bytes to fewer tokens.
+    assert_eq!(self::local("metaspace.json", None, 0).token_bytes_max, None);
 }

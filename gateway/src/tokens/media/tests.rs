@@ -124,7 +124,7 @@ fn event_hashes(batch: &[u8], size: u32) -> Vec<BlockHash> {
 
 /// Records the length of the prompt as an engine with `image_tokens` tokens per image reports it.
 fn learn(local: &Local, parts: &ChatParts, naming: Naming<'_>, prompt_tokens: usize) {
-    let (_, media) = local.conversation(parts, naming).unwrap();
+    let (_, media) = local.conversation(parts, naming, None).unwrap();
     media.unwrap().report.expect("the length is of use").record(u32::try_from(prompt_tokens).unwrap());
 }
 
@@ -164,7 +164,7 @@ fn names_of_images_are_fixed_and_salted() {
     assert_eq!(name(audio, ON), (None, 0));
     // Options of media processing change the engine's names.
     let parts = ChatParts { has_media_options: true, ..chat(&[user(&[image(DATA_URL, Some("mine"))])].into()) };
-    let (_, media) = local.conversation(&parts, ON).unwrap();
+    let (_, media) = local.conversation(&parts, ON, None).unwrap();
     assert!(media.unwrap().unknown_from.is_some());
 }
 
@@ -175,7 +175,7 @@ fn media_that_cannot_be_expanded_end_the_comparable_part() {
     let named = || image("http://x/y.png", Some("pic"));
     learn(&local, &chat(&[user(&[named()])].into()), OFF, 100);
     let unknown_from = |parts: &[serde_json::Value]| {
-        let (ids, media) = local.conversation(&chat(&[user(parts)].into()), OFF).unwrap();
+        let (ids, media) = local.conversation(&chat(&[user(parts)].into()), OFF, None).unwrap();
         let media = media.unwrap();
         let from = media.unknown_from.map(|from| ids[from]);
         (from, media.spans.len())
@@ -186,17 +186,17 @@ fn media_that_cannot_be_expanded_end_the_comparable_part() {
     assert_eq!(unknown_from(&[text("<|image_pad|>"), named()]), (Some(IMAGE_PAD), 1));
     // No placeholder for the item.
     let audio = serde_json::json!({ "type": "input_audio", "input_audio": { "data": "AA" } });
-    assert_eq!(local.conversation(&chat(&[user(&[audio])].into()), OFF).err(), Some(NoTokens::MULTIMODAL));
+    assert_eq!(local.conversation(&chat(&[user(&[audio])].into()), OFF, None).err(), Some(NoTokens::MULTIMODAL));
 }
 
 #[test]
 fn templates_without_parts_have_placeholders_first() {
     let mut local = local("text.jinja");
     let parts = chat(&[user(&[text("a"), image("http://x/y.png", Some("pic")), text("b")])].into());
-    assert_eq!(local.conversation(&parts, OFF).err(), Some(NoTokens::MULTIMODAL));
+    assert_eq!(local.conversation(&parts, OFF, None).err(), Some(NoTokens::MULTIMODAL));
     assert!(!local.set_placeholder("<image>"), "not in this tokenizer");
     assert!(local.set_placeholder("<|vision_start|>"));
-    let (ids, media) = local.conversation(&parts, OFF).unwrap();
+    let (ids, media) = local.conversation(&parts, OFF, None).unwrap();
     let prefix = [&[IM_START][..], &bare(&local, "user\n")].concat();
     assert_eq!((&ids[..prefix.len()], media.unwrap().unknown_from), (&prefix[..], Some(prefix.len())));
 }
@@ -207,9 +207,9 @@ fn large_images_have_tokens() {
     let local = local("vision.jinja");
     let url = format!("data:image/png;base64,{}", "A".repeat(5 << 20));
     let parts = chat(&[user(&[text("a"), image(&url, None)])].into());
-    assert!(local.conversation(&parts, ON).unwrap().1.unwrap().names.len() == 1);
+    assert!(local.conversation(&parts, ON, None).unwrap().1.unwrap().names.len() == 1);
     let long = chat(&[user(&[text(&"a".repeat(5 << 20)), image(DATA_URL, None)])].into());
-    assert_eq!(local.conversation(&long, ON).err(), Some(NoTokens::TOO_LONG));
+    assert_eq!(local.conversation(&long, ON, None).err(), Some(NoTokens::TOO_LONG));
 }
 
 #[test]
@@ -219,6 +219,7 @@ fn an_estimate_ends_at_the_context_length() {
         ids: vec![1; 20].into(),
         source: crate::tokens::TokenSource::Local,
         missing: None,
+        tokens_min: None,
         media: PromptMedia { spans: vec![span(2, 6), span(8, 20)], unknown_from, ..PromptMedia::default() },
     };
     let limited = |unknown_from, max| {
