@@ -22,6 +22,7 @@ fn key_of(tenant: &str) -> String {
 pub(crate) fn limited(mut settings: Settings, tenant: TenantSettings) -> Settings {
     settings.gateway.salt_secret_file = Some(file(b"0123456789abcdef"));
     let keys_file: PathBuf = file(key_of(&tenant.name).as_bytes());
+    settings.gateway.metrics_public = Some(true);
     settings.tenants = vec![TenantSettings { keys_file, ..tenant }];
     settings
 }

@@ -4,6 +4,7 @@
 #![cfg(unix)]
 
 use std::net::SocketAddr;
+use std::os::unix::fs::PermissionsExt as _;
 use std::process::Stdio;
 use std::sync::{Arc, Mutex};
 
@@ -262,6 +263,8 @@ async fn the_access_log_supports_files_and_off() {
     assert_eq!(process.post("one", KEY, &chat).await.status, 200);
     end(&mut process.child).await;
     let written = std::fs::read_to_string(&file).expect("file is readable");
+    let mode = std::fs::metadata(&file).expect("the file exists").permissions().mode();
+    assert_eq!(mode & 0o007, 0, "other users cannot read {mode:o}");
     let line: Value = serde_json::from_str(&written).expect("one JSON line");
     assert_eq!((&line["request_id"], &line["status"]), (&json!("one"), &json!(200)));
     assert_eq!(process.access.all(), Vec::<Value>::new());

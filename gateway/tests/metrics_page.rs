@@ -50,7 +50,7 @@ async fn all_metrics_of_a_busy_gateway_are_documented() {
     let mut settings = settings(Vec::new());
     settings.models[0].tokens.source = TokenSourceChoice::Engine;
     settings.models[0].router.events.mode = EventMode::On;
-    settings.gateway.metrics_public = true;
+    settings.gateway.metrics_public = Some(true);
     let name = settings.models[0].name.clone();
     let upstream_is_mock = settings.models[0].upstream_name() == "mock";
     assert!(upstream_is_mock, "the engine answers for no other model");

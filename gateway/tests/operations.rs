@@ -100,7 +100,7 @@ async fn the_metrics_page_is_valid_prometheus_text() {
     promtool(&page);
     gateway.shutdown(PATIENCE).await;
 
-    let gateway = GatewaySettings { metrics_public: false, listen: any_port(), ..GatewaySettings::default() };
+    let gateway = GatewaySettings { metrics_public: Some(false), listen: any_port(), ..GatewaySettings::default() };
     let gateway = Gateway::start(Settings { gateway, ..Settings::default() }).await.expect("start succeeds");
     assert_eq!(get(gateway.address(), "/metrics").await.0, 404);
     gateway.shutdown(PATIENCE).await;

@@ -60,7 +60,7 @@ async fn responses_count_their_targets_on_the_metrics_page() {
     let mut settings = settings(vec![worker(1, &engine.url(), 1)]);
     settings.models[0].name = "targeted".to_owned();
     settings.models[0].router.pool = "targeted".to_owned(); // separate counters in this process
-    settings.gateway.metrics_public = true;
+    settings.gateway.metrics_public = Some(true);
     let gateway = gateway(settings).await;
     let complete = async |headers: &str| {
         let body = json!({ "model": "targeted", "prompt": [1, 2, 3], "stream": true }).to_string();

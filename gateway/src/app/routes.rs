@@ -86,7 +86,7 @@ fn is_anthropic(endpoint: Option<Endpoint>, request: &Request) -> bool {
 /// Probes, and the metrics page if `metrics_public` is true.
 pub(super) fn probes(pools: Latest<Pools>, metrics: Option<Metrics>) -> Router {
     let current = pools.clone();
-    let page = async move || match current.get().settings.gateway.metrics_public {
+    let page = async move || match current.get().settings.is_metrics_public() {
         true => page::respond(metrics.as_ref()).await,
         false => ApiError::not_found().into_response(),
     };

@@ -8,6 +8,7 @@
 
 use std::fs::File;
 use std::io::{self, Write};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::time::Duration;
@@ -28,6 +29,18 @@ const LINES_MAX: usize = 4096;
 /// Limit of the wait for queued lines at shutdown.
 const FLUSH_WAIT: Duration = Duration::from_secs(1);
 
+/// A file to append to, unreadable for other users: an access log names tenants, models and workers.
+fn appended(path: &Path) -> io::Result<File> {
+    let mut options = File::options();
+    options.append(true).create(true);
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::OpenOptionsExt as _;
+        options.mode(0o640);
+    }
+    options.open(path)
+}
+
 /// Starts the log and the access log; a process with a subscriber keeps it.
 ///
 /// # Errors
@@ -45,7 +58,7 @@ pub(crate) fn start_log(level: Targets, format: LogFormat, access: &AccessLog) -
         AccessLog::Off => None,
         AccessLog::Stdout => Some(Log::to(io::stdout())),
         AccessLog::Stderr => Some(Log::to(io::stderr())),
-        AccessLog::File(path) => Some(Log::to(File::options().append(true).create(true).open(path)?)),
+        AccessLog::File(path) => Some(Log::to(appended(path)?)),
     };
     let access_layer = access.clone().map(|writer| {
         let layer = tracing_subscriber::fmt::layer().with_writer(writer).log_internal_errors(false);

@@ -84,8 +84,8 @@ settings! {
         worker_api_key_file: Option<PathBuf> => reloaded;
         /// File with the secret for tenant salts, at least 16 bytes. Required with tenants.
         salt_secret_file: Option<PathBuf> => reloaded;
-        /// Whether the clients' listener also serves `/metrics`.
-        metrics_public: bool = true => reloaded;
+        /// Whether the clients' listener also serves `/metrics`. Default: without tenants.
+        metrics_public: Option<bool> => reloaded;
         /// Origins of web pages that may send requests: `https://HOST`, or `*` for all. Default: all without tenants, none with
         /// tenants.
         allow_origins: Option<Vec<String>> => reloaded;

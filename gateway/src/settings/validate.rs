@@ -185,6 +185,12 @@ impl Settings {
         }
     }
 
+    /// Whether the clients' listener serves `/metrics`.
+    #[must_use]
+    pub fn is_metrics_public(&self) -> bool {
+        self.gateway.metrics_public.unwrap_or(self.tenants.is_empty())
+    }
+
     /// Warnings about valid but probably unintended settings.
     pub fn warnings(&self) -> Vec<String> {
         let gateway = &self.gateway;
@@ -192,7 +198,7 @@ impl Settings {
         let public_admin = self.admin.as_ref().map(|admin| admin.listen).filter(|listen| !listen.ip().is_loopback());
         let is_insecure = self.replicas.as_ref().is_some_and(|replicas| replicas.insecure);
         let sends_keys = gateway.tls_certificate_file.is_none() && !is_local && !self.tenants.is_empty();
-        let shows_metrics = gateway.metrics_public && !(self.tenants.is_empty() && is_local);
+        let shows_metrics = self.is_metrics_public() && !(self.tenants.is_empty() && is_local);
         let own = [
             public_admin.map(|listen| {
                 format!("admin.listen is {listen}: clients that reach it with the token control the gateway")
@@ -201,8 +207,9 @@ impl Settings {
                 "replicas.insecure is true: any process that reaches replicas.listen can change the load".to_owned()
             }),
             sends_keys.then(|| format!("gateway.listen is {listen} without TLS: tenant keys are sent in clear text")),
-            shows_metrics
-                .then(|| format!("gateway.metrics_public is true: /metrics on {listen} is public and names workers")),
+            shows_metrics.then(|| {
+                format!("/metrics on {listen} is public and names workers and tenants (gateway.metrics_public)")
+            }),
         ];
         let of_models = self.models.iter().flat_map(|model| model.warnings(!self.tenants.is_empty()));
         own.into_iter().flatten().chain(of_models).collect()

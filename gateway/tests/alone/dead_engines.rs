@@ -34,7 +34,7 @@ async fn engines() -> Vec<Option<MockEngine>> {
 fn before(engines: &[Option<MockEngine>], router: RouterConfig) -> Settings {
     let workers = engines.iter().flatten().zip(1..).map(|(engine, n)| worker(n, &engine.url(), 1)).collect();
     let mut settings = settings(workers);
-    settings.gateway.metrics_public = true;
+    settings.gateway.metrics_public = Some(true);
     settings.models =
         settings.models.into_iter().map(|model| ModelSettings { router: router.clone(), ..model }).collect();
     settings

@@ -221,6 +221,8 @@ constant_errors! {
     coding_invalid = Self::invalid("invalid_coding", None, "the body does not have the format of its Content-Encoding");
     /// Missing or repeated `Host`: 400.
     host_invalid = Self::invalid("invalid_host", Some("host"), "the request must have one Host header").closing();
+    /// Repeated key: 400.
+    key_repeated = Self::invalid("repeated_key", Some("authorization"), "the request must have one key").closing();
     /// Engines that an operator has paused: 503.
     engines_paused = Self::unavailable(StatusCode::SERVICE_UNAVAILABLE, "engines_paused",
         "the engines of the model are paused");

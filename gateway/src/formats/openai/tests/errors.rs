@@ -133,6 +133,7 @@ fn of_proxy() -> Vec<ApiError> {
         ApiError::request_budget_exhausted(),
         ApiError::connection_overloaded(),
         ApiError::heads_too_large(),
+        ApiError::key_repeated(),
         ApiError::too_many_connections(),
         ApiError::internal(),
         request_options(&HeaderMap::from_iter([("x-pointsman-no-queue".parse().unwrap(), "x".parse().unwrap())]))
