@@ -10,13 +10,13 @@
 
 #![expect(clippy::disallowed_types, reason = "a benchmark reads the clock")]
 
-use std::cmp::Reverse;
-use std::collections::{BTreeMap, BTreeSet};
 use std::hint::black_box;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use ahash::RandomState;
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
+use lru::LruCache;
 use pointsman::internals::index::{Index, Overlaps};
 use pointsman::internals::protocol::{Generation, Slot};
 use pointsman::protocol::{BlockHash, EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock};
@@ -57,37 +57,20 @@ fn prompts() -> Vec<Vec<u64>> {
     workload.requests.iter().map(hashes).collect()
 }
 
-/// Cache of one rank: the time of last use and the depth of each held block.
-#[derive(Default)]
-struct Cache {
-    used_at: BTreeMap<u64, (u64, u32)>,
-    /// Oldest first; within a prompt, deepest first: a parent is never evicted before its child.
-    oldest: BTreeSet<(u64, Reverse<u32>, u64)>,
-}
+/// Cache of one rank: its blocks by their last use, the children of a prompt before their parents.
+type Cache = LruCache<u64, (), RandomState>;
 
-impl Cache {
-    /// Uses a prompt given by the engine hashes of its blocks. Returns the evicted hashes and the number of leading
-    /// blocks that were held.
-    fn request(&mut self, now: u64, names: &[u64]) -> (Vec<u64>, usize) {
-        let held = names.iter().take_while(|name| self.used_at.contains_key(name)).count();
-        for (depth, &name) in (0..).zip(names) {
-            if let Some((then, depth)) = self.used_at.insert(name, (now, depth)) {
-                self.oldest.remove(&(then, Reverse(depth), name));
-            }
-            self.oldest.insert((now, Reverse(depth), name));
-        }
-        let mut evicted = Vec::new();
-        while self.used_at.len() > BLOCKS_PER_RANK {
-            let Some((_, _, name)) = self.oldest.pop_first() else { break };
-            self.used_at.remove(&name);
-            evicted.push(name);
-        }
-        (evicted, held)
-    }
+/// Uses a prompt given by the engine hashes of its blocks. Returns the evicted hashes and the number of leading blocks
+/// that were held.
+fn request(cache: &mut Cache, names: &[u64]) -> (Vec<u64>, usize) {
+    let held = names.iter().take_while(|name| cache.contains(*name)).count();
+    names.iter().rev().for_each(|name| _ = cache.put(*name, ()));
+    let surplus = cache.len().saturating_sub(BLOCKS_PER_RANK);
+    ((0..surplus).filter_map(|_| cache.pop_lru()).map(|(name, ())| name).collect(), held)
 }
 
 fn load() -> Load {
-    let mut caches: Vec<Cache> = (0..RANKS).map(|_| Cache::default()).collect();
+    let mut caches: Vec<Cache> = (0..RANKS).map(|_| LruCache::unbounded_with_hasher(RandomState::new())).collect();
     let (mut steps, mut prompts) = (Vec::new(), Vec::new());
     for (now, hashes) in (0_u64..).zip(self::prompts()) {
         // An engine hash covers the whole prefix of a block.
@@ -97,7 +80,7 @@ fn load() -> Load {
         });
         let names: Vec<u64> = names.collect();
         let slot = mix(now) % RANKS;
-        let (evicted, held) = caches[slot as usize].request(now, &names);
+        let (evicted, held) = request(&mut caches[slot as usize], &names);
         let event = |data| RouterEvent { rank: rank(slot), tier: StorageTier::Device, data };
         let parent = held.checked_sub(1).map(|last| EngineHash(names[last]));
         let blocks: Vec<_> = (names[held..].iter().zip(&hashes[held..]))

@@ -26,9 +26,9 @@ struct Attack {
     /// Unit of the figures.
     unit: &'static str,
     /// Smallest size of the input.
-    size: u32,
+    size: u64,
     /// Builds the state, runs the measured part in [`measured`], and returns the number of units.
-    run: fn(u32) -> u64,
+    run: fn(u64) -> u64,
 }
 
 /// The attacks of a module, each named after its function.
@@ -47,7 +47,7 @@ macro_rules! attacks {
 use attacks;
 
 /// Multiples of the smallest size.
-const SIZES: [u32; 3] = [1, 4, 16];
+const SIZES: [u64; 3] = [1, 4, 16];
 
 /// Callgrind counts the instructions of this function and of its callees.
 #[inline(never)]
@@ -80,7 +80,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 
 /// Instructions per unit of an attack.
 #[expect(clippy::cast_precision_loss, reason = "counts stay far below 2^53")]
-fn per_unit(name: &str, size: u32) -> Result<f64, Box<dyn Error>> {
+fn per_unit(name: &str, size: u64) -> Result<f64, Box<dyn Error>> {
     let output = Command::new("valgrind")
         .args(["--tool=callgrind", "--callgrind-out-file=/dev/null", "--toggle-collect=*hostile*measured*"])
         .arg(std::env::current_exe()?)

@@ -45,16 +45,16 @@ fn nested(blocks: u64) -> Arc<[SequenceHash]> {
     (0..blocks).map(|block| SequenceHash(mix(block))).collect()
 }
 
-fn distinct_prompts(size: u32) -> u64 {
+fn distinct_prompts(size: u64) -> u64 {
     let mut rank = ActiveSequences::new(true);
-    let prompts: Vec<_> = (0..size.into()).map(distinct).collect();
+    let prompts: Vec<_> = (0..size).map(distinct).collect();
     measured(&mut || {
         for (n, prompt) in (0..).zip(&prompts) {
             rank.book(BookingId(n), prompt.clone(), None, NOW).expect("a new booking");
         }
-        (0..size.into()).for_each(|n| _ = rank.free(BookingId(n), NOW));
+        (0..size).for_each(|n| _ = rank.free(BookingId(n), NOW));
     });
-    size.into()
+    size
 }
 
 /// Books prompts of 1 to `size` blocks, the longest last.
@@ -64,8 +64,7 @@ fn book_nested(rank: &mut ActiveSequences, prompts: &[Arc<[SequenceHash]>]) {
     }
 }
 
-fn nested_prompts(size: u32) -> u64 {
-    let size = u64::from(size);
+fn nested_prompts(size: u64) -> u64 {
     let mut rank = ActiveSequences::new(true);
     let prompts: Vec<_> = (1..=size).map(nested).collect();
     measured(&mut || {
@@ -75,36 +74,36 @@ fn nested_prompts(size: u32) -> u64 {
     size * (size + 1) / 2
 }
 
-fn unfinished_prefills(size: u32) -> u64 {
+fn unfinished_prefills(size: u64) -> u64 {
     let mut rank = ActiveSequences::new(true);
     measured(&mut || {
-        for n in 0..size.into() {
+        for n in 0..size {
             let seconds = Duration::from_secs(1 + n % 7);
             let hint = PrefillLoadHint::new(1_000, 0, true, Some(seconds));
             rank.book(BookingId(n), PromptBlocks::Counted(8), hint, NOW).expect("a new booking");
             black_box(rank.prefill_curve());
         }
-        for n in (size / 2..size).chain(0..size / 2).map(u64::from) {
+        for n in (size / 2..size).chain(0..size / 2) {
             rank.complete_prefill(BookingId(n), NOW);
             black_box(rank.prefill_curve());
         }
     });
-    size.into()
+    size
 }
 
-fn decayed_outputs(size: u32) -> u64 {
+fn decayed_outputs(size: u64) -> u64 {
     let mut rank = ActiveSequences::new(true);
-    let prompts: Vec<_> = (1..=u64::from(size)).map(nested).collect();
+    let prompts: Vec<_> = (1..=size).map(nested).collect();
     book_nested(&mut rank, &prompts);
     let mut output = OutputBlocks::default();
     measured(&mut || {
-        for n in (0..size.into()).rev() {
+        for n in (0..size).rev() {
             output.push(Some(Weight::new(0.5).expect("a weight")));
             rank.set_output(BookingId(n), &output);
             rank.free(BookingId(n), NOW);
         }
     });
-    size.into()
+    size
 }
 
 fn speculative(model: SpeculationModel, capacity: Option<u32>) -> SpeculativePrompts {
@@ -122,12 +121,12 @@ fn hashes(blocks: std::ops::Range<u64>) -> Arc<[BlockHash]> {
     blocks.map(|block| BlockHash(mix(block))).collect()
 }
 
-fn modelled_evictions(size: u32) -> u64 {
+fn modelled_evictions(size: u64) -> u64 {
     const TIMES: u64 = 256;
     let index = Index::new();
     let model = SpeculationModel::Lru { fallback_ttl: Duration::from_secs(1) };
-    let mut entries = speculative(model, Some(size));
-    route(&mut entries, &index, 0, hashes(0..size.into()));
+    let mut entries = speculative(model, Some(size as u32));
+    route(&mut entries, &index, 0, hashes(0..size));
     entries.released(BookingId(0), NOW);
     let prompts: Vec<_> = (1..=TIMES).map(|n| hashes(n << 32..(n << 32) + 1)).collect();
     measured(&mut || {
@@ -140,12 +139,12 @@ fn modelled_evictions(size: u32) -> u64 {
     TIMES
 }
 
-fn unconfirmed_prompts(size: u32) -> u64 {
+fn unconfirmed_prompts(size: u64) -> u64 {
     const EVENTS: u64 = 64;
     let mut index = Index::new();
     index.register(rank(0), Slot(0), Generation(1));
     let mut entries = speculative(SpeculationModel::BesideEvents { ttl: Duration::from_secs(1) }, None);
-    for n in 1..=u64::from(size) {
+    for n in 1..=size {
         route(&mut entries, &index, n, hashes(n << 32..(n << 32) + 64));
     }
     let event = |n| RouterEvent {
@@ -166,10 +165,10 @@ fn unconfirmed_prompts(size: u32) -> u64 {
     EVENTS
 }
 
-fn speculative_prefixes(size: u32) -> u64 {
+fn speculative_prefixes(size: u64) -> u64 {
     let index = Index::new();
     let mut entries = speculative(SpeculationModel::Ttl { ttl: Duration::from_secs(1) }, None);
-    let prompts: Vec<_> = (1..=u64::from(size)).map(|blocks| hashes(0..blocks)).collect();
+    let prompts: Vec<_> = (1..=size).map(|blocks| hashes(0..blocks)).collect();
     let mut overlaps = Overlaps::default();
     measured(&mut || {
         for (n, prompt) in (0..).zip(prompts.iter().rev().chain(&prompts)) {
@@ -179,7 +178,7 @@ fn speculative_prefixes(size: u32) -> u64 {
         }
         entries.expire(NOW + Duration::from_secs(2));
     });
-    u64::from(size) * (u64::from(size) + 1)
+    size * (size + 1)
 }
 
 fn entry(n: u64, tenant: u64) -> QueueEntry {
@@ -210,16 +209,15 @@ fn dispatches(blocked: impl Iterator<Item = (u64, u64)>) -> u64 {
     TIMES
 }
 
-fn blocked_lanes(size: u32) -> u64 {
-    dispatches((1..=u64::from(size)).map(|lane| (0, lane)))
+fn blocked_lanes(size: u64) -> u64 {
+    dispatches((1..=size).map(|lane| (0, lane)))
 }
 
-fn blocked_tenants(size: u32) -> u64 {
-    dispatches((1..=u64::from(size)).map(|tenant| (tenant, 1)))
+fn blocked_tenants(size: u64) -> u64 {
+    dispatches((1..=size).map(|tenant| (tenant, 1)))
 }
 
-fn classes_and_priorities(size: u32) -> u64 {
-    let size = u64::from(size);
+fn classes_and_priorities(size: u64) -> u64 {
     let mut queue = Queue::new(&RouterConfig::default());
     measured(&mut || {
         for n in 0..size {
@@ -256,32 +254,32 @@ fn of_own_lane(n: u64) -> SampleRequest {
     SampleRequest { prompt: n, ..SampleRequest::from(options) }
 }
 
-fn unservable_lanes(size: u32) -> u64 {
+fn unservable_lanes(size: u64) -> u64 {
     let mut fleet = busy_fleet(1);
-    for n in 0..u64::from(size) {
+    for n in 0..size {
         fleet.request(1_000 + n, &of_own_lane(n));
     }
-    assert_eq!(fleet.waiting(), u64::from(size));
+    assert_eq!(fleet.waiting(), size);
     measured(&mut || fleet.retire(0));
     assert_eq!(fleet.waiting(), 0);
-    size.into()
+    size
 }
 
-fn cancelled_arrivals(size: u32) -> u64 {
+fn cancelled_arrivals(size: u64) -> u64 {
     let mut fleet = SimulatedFleet::new(RouterConfig::default(), 2);
     fleet.responds_at_once = false;
-    for n in 0..u64::from(size) {
+    for n in 0..size {
         fleet.request(n, &SampleRequest { prompt: n, ..SampleRequest::default() });
     }
     assert_eq!(fleet.open_queries.len(), 1);
-    measured(&mut || (1..size.into()).rev().for_each(|n| fleet.cancel(n)));
-    size.into()
+    measured(&mut || (1..size).rev().for_each(|n| fleet.cancel(n)));
+    size
 }
 
-fn wakes(size: u32) -> u64 {
+fn wakes(size: u64) -> u64 {
     const TIMES: u64 = 32;
     let mut fleet = busy_fleet(2);
-    for n in 0..u64::from(size) {
+    for n in 0..size {
         fleet.request(1_000 + n, &of_own_lane(n));
     }
     let mut last = 0;
