@@ -263,7 +263,9 @@ impl SimulatedFleet {
     pub fn overlaps(&self, cached: &[(usize, u32)]) -> Vec<RankOverlap> {
         let overlap = |&(position, device_blocks): &(usize, u32)| {
             let SimulatedRank { slot, generation, ref cells, .. } = self.ranks[position];
-            cells.holdings.publish(device_blocks as usize, self.now);
+            if cells.holdings.changed_at().is_none() {
+                cells.holdings.publish(device_blocks as usize, self.now);
+            }
             RankOverlap { slot, generation, overlap: TierOverlap { device_blocks, ..TierOverlap::default() } }
         };
         cached.iter().map(overlap).collect()

@@ -83,8 +83,8 @@ pub(crate) async fn loads(router: &Router) -> Vec<(u32, u64, u64)> {
 
 pub(crate) async fn assert_at_rest(router: &Router) {
     assert_eq!(router.health().leases, 0, "leases at rest");
-    let loads = loads(router).await;
-    assert!(loads.iter().all(|load| *load == (0, 0, 0)), "residue at rest: {loads:?}");
+    // A thread that delivers messages of others may end after them.
+    until("no residue of load", async || loads(router).await.iter().all(|load| *load == (0, 0, 0))).await;
 }
 
 /// Suppresses panic reports of injected faults, which would print thousands of backtraces.

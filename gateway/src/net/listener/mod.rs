@@ -180,7 +180,7 @@ impl Listener {
         };
         let all_ended = async { while connections.join_next().await.is_some() {} };
         let ended = async {
-            tokio::select! { () = all_ended => {}, () = closing => {} }
+            tokio::select! { biased; () = all_ended => {}, () = closing => {} }
         };
         if timeout_at(end, ended).await.is_ok() {
             return Drained { broken: 0 };

@@ -346,7 +346,11 @@ fn lengths_bound_the_number_of_tokens() {
     let bytes = local.token_bytes_max.expect("byte-level");
     assert_eq!(bytes, "<|start_header_id|>".len());
     let text = "<|start_header_id|>".repeat(10);
-    assert_eq!((local.text(&text).unwrap().len(), local.check_length(&text, Some(10))), (10, Ok(())));
+    assert_eq!(
+        (local.text(&text).unwrap().len(), local.check_length(&text, Some(10))),
+        (11, Ok(())),
+        "one token begins each text"
+    );
     assert_eq!(local.check_length(&(text.clone() + "a"), Some(10)), Err(NoTokens::over_context(11)));
     assert_eq!(local.check_length(&text, None), Ok(()));
     // Its normalizer or its model may map several bytes to fewer tokens.

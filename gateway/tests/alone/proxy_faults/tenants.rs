@@ -44,7 +44,6 @@ async fn requests_without_a_valid_key_reach_no_worker() {
         format!("authorization: Bearer {first}{second}\r\n"),
         format!("authorization: Bearer {first}, Bearer {second}\r\n"),
         format!("x-api-key: {first}{second}\r\n"),
-        format!("authorization: Bearer nobody-0123456789\r\nauthorization: Bearer {first}\r\n"),
     ];
     for headers in refused {
         // Without a valid key, even errors in the body are not reported.
@@ -54,6 +53,9 @@ async fn requests_without_a_valid_key_reach_no_worker() {
             assert_eq!(answer.header("www-authenticate"), Some("Bearer"));
         }
     }
+    let two = format!("authorization: Bearer {first}\r\nauthorization: Bearer {first}\r\n");
+    let answer = ask(&gateway, &two, "no JSON").await;
+    assert_eq!((answer.status, answer.code().as_str()), (400, "repeated_key"));
     assert_eq!(get(&gateway, "/v1/models").await.status, 401);
     // A client that sends its whole body before it reads receives the response as well.
     let large = format!(r#"{{"model":"mock","prompt":"{}"}}"#, "x".repeat(12 << 20));
