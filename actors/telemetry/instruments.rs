@@ -239,11 +239,14 @@ impl Counters {
     }
 }
 
+/// Reads a count in `T`.
+type ReadCount<T> = fn(&T) -> u64;
+
 /// Metric, label and value of a count in `T`.
-pub(crate) type Count<T> = (&'static str, (&'static str, &'static str), fn(&T) -> u64);
+pub(crate) type Count<T> = (&'static str, (&'static str, &'static str), ReadCount<T>);
 
 /// Counters of the counts in `T`.
-pub(crate) struct CountersOf<T>(Vec<(Counter, fn(&T) -> u64)>);
+pub(crate) struct CountersOf<T>(Vec<(Counter, ReadCount<T>)>);
 
 impl<T> CountersOf<T> {
     pub(crate) fn new(pool: &Pool, counts: &[Count<T>]) -> Self {
