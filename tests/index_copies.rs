@@ -115,6 +115,43 @@ fn an_answer_restores_a_copy_without_a_parent() {
     assert_eq!((answer(&mut index), index.held_blocks()), (0, 0));
 }
 
+/// The second of two requests with the same two blocks finds the first block held, of which a copy was removed before.
+#[test]
+fn a_copy_behind_a_removed_block_is_counted() {
+    let mut index = registered();
+    apply(&mut index, stored(&[0, 0], 0));
+    apply(&mut index, stored(&[0], 0));
+    apply(&mut index, removed(&[0]));
+    assert_eq!((held(&index, &[0, 0]), index.held_blocks()), (0, 1));
+    assert_eq!(apply(&mut index, stored(&[0, 0], 1)).copies, 1);
+    let answer = [BlockHash(0); 2];
+    assert_eq!(index.prove(RANK, &answer, 2, false, Timestamp::default()).proven, 1);
+    apply(&mut index, removed(&[0, 0]));
+    assert_eq!(held(&index, &[0, 0]), 2);
+    apply(&mut index, removed(&[0, 0]));
+    assert_eq!(held(&index, &[0, 0]), 1);
+    // Another content under the name of a held block waits for its parent.
+    let data = KvEvent::Stored {
+        parent: Some(EngineHash(91)),
+        blocks: vec![StoredBlock { engine_hash: name(&[0]), block_hash: BlockHash(92) }],
+    };
+    assert_eq!(apply(&mut index, data).copies, 0);
+}
+
+/// With a budget, the restored blocks can end all doubts.
+#[test]
+fn answers_restore_copies_within_the_budget() {
+    let (mut index, prompt) = (registered(), (0..600).collect::<Vec<u64>>());
+    let hashes: Vec<_> = prompt.iter().copied().map(BlockHash).collect();
+    (0..2).for_each(|_| _ = apply(&mut index, stored(&prompt, 0)));
+    apply(&mut index, KvEvent::Removed { blocks: (1..=600).rev().map(|len| name(&prompt[..len])).collect() });
+    let bytes = index.bytes() as u64;
+    index.set_budget(Some(bytes + 4_096));
+    index.prove(RANK, &hashes, 600, false, Timestamp::default());
+    index.check_invariants();
+    assert!(index.bytes() as u64 <= bytes + 4_096);
+}
+
 /// Mode of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Mode {

@@ -175,10 +175,17 @@ impl ReferenceRank {
                     applied.adopted += self.adopt(block.engine_hash);
                 }
                 None => {
-                    let parent = parent.expect("the start of a prompt is always a valid parent");
-                    let changed = self.path(tier, block.engine_hash).is_none()
-                        && self.waiting.insert((tier, block.engine_hash), (parent, block.block_hash))
-                            != Some((parent, block.block_hash));
+                    let unknown = parent.expect("the start of a prompt is always a valid parent");
+                    let held = self.path(tier, block.engine_hash);
+                    if adds_copies && held.as_ref().and_then(|path| path.last()) == Some(&block.block_hash) {
+                        *self.copies.entry((tier, block.engine_hash)).or_default() += 1;
+                        applied.copies += 1;
+                        parent = Some(block.engine_hash);
+                        continue;
+                    }
+                    let changed = held.is_none()
+                        && self.waiting.insert((tier, block.engine_hash), (unknown, block.block_hash))
+                            != Some((unknown, block.block_hash));
                     *(if changed { &mut applied.waiting } else { &mut applied.duplicates }) += 1;
                 }
             }

@@ -76,10 +76,11 @@ impl Index {
         }
         let (id, mut parent) = (self.rank(slot).id, None);
         for (held, &block_hash) in self.device_names(slot, prompt).into_iter().zip(prompt) {
-            let doubts = self.rank_mut(slot).doubts.as_mut().expect("a store ends no doubts");
-            let Some(engine_hash) = held.or_else(|| doubts.at(&(parent, block_hash))) else { break };
+            // An eviction by the stores of this loop ends the doubts.
+            let removed = || self.rank(slot).doubts.as_ref()?.at(&(parent, block_hash));
+            let Some(engine_hash) = held.or_else(removed) else { break };
             if held.is_none() {
-                doubts.end(engine_hash);
+                self.rank_mut(slot).doubts.as_mut().map(|doubts| doubts.end(engine_hash));
                 let data = KvEvent::Stored { parent, blocks: vec![StoredBlock { engine_hash, block_hash }] };
                 applied += self.apply(&RouterEvent { rank: id, tier: StorageTier::Device, data });
             }

@@ -42,6 +42,9 @@ impl Index {
         repeated: RepeatedStore,
     ) -> Applied {
         match (self.point_behind(slot, tier, parent), parent) {
+            (None, Some(_)) if repeated == RepeatedStore::Copy && self.add_copy(slot, tier, block) => {
+                Applied { copies: 1, ..Applied::default() }
+            }
             (None, Some(parent)) => self.wait(slot, tier, parent, block),
             (at, _) => {
                 self.waiting_mut(slot).remove((tier, block.engine_hash));
@@ -140,6 +143,13 @@ impl Index {
         let residence = self.rank(slot).residence(tier)?;
         let spot = residence.find(name)?;
         Some(Point { node: residence.span(spot.span).node, offset: spot.offset + 1 })
+    }
+
+    /// Adds a copy of a held block, which keeps its position. Returns false if its content is another one.
+    fn add_copy(&mut self, slot: Slot, tier: StorageTier, block: &StoredBlock) -> bool {
+        let behind = self.find(slot, tier, block.engine_hash);
+        let held = self.tree(tier).zip(behind).map(|(tree, behind)| tree.step_back(behind).1);
+        held == Some(block.block_hash) && self.parts(slot, tier).1.add_copy(block.engine_hash)
     }
 
     /// Records a block as pending, unless it is already held. A held block keeps its position, since the new position

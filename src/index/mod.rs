@@ -8,7 +8,7 @@
 //!   of its parent's name; without a parent it starts a prompt. A rank holds a prefix while at least one name refers to
 //!   it.
 //! - A repeated store of a name at the same position, in the device tier and behind a parent, adds a copy; the name is
-//!   removed with its last copy. In a lower tier, or in a list that starts a prompt, a repeated store has no effect
+//!   removed with its last copy. Behind an unknown parent, the same content is sufficient. In a lower tier, or in a list that starts a prompt, a repeated store has no effect
 //!   (reason: `hold.rs`; with cache groups, `restrict.rs` distinguishes a copy from a report).
 //! - An *offloaded* block adds a copy in any tier. If the rank holds its name in any tier, it is that block, whatever the
 //!   event states; otherwise the event must state its content.
