@@ -216,11 +216,20 @@ struct Under {
     salt: Option<&'static str>,
 }
 
+/// A block with a namespace.
+#[derive(Debug, Default)]
+struct Block {
+    under: Under,
+    /// Tiers of the copies.
+    tiers: Vec<StorageTier>,
+    /// Whether the device may have a further copy, since the block was stored again at the start of a prompt.
+    is_doubted: bool,
+}
+
 /// Literal model of the namespaces of an engine's blocks.
 #[derive(Debug, Default)]
 struct Model {
-    /// Namespace and tiers of the copies, by name.
-    blocks: BTreeMap<u64, (Under, Vec<StorageTier>)>,
+    blocks: BTreeMap<u64, Block>,
     is_vllm: bool,
     /// Whether a connector of vLLM has announced copies.
     has_connector: bool,
@@ -233,7 +242,7 @@ impl Model {
         let (tier, data) = match op {
             Op::Store { names, parent, tokens, tier, salt, lora } => {
                 match parent {
-                    Some(parent) => under = self.blocks.get(parent).map(|(under, _)| *under).unwrap_or_default(),
+                    Some(parent) => under = self.blocks.get(parent).map(|block| block.under).unwrap_or_default(),
                     None => under.salt = *salt,
                 }
                 under.lora = lora.or(under.lora);
@@ -246,9 +255,9 @@ impl Model {
                     if *tier != StorageTier::Device {
                         self.has_connector |= self.is_vllm;
                         match self.blocks.get_mut(name) {
-                            Some((_, tiers)) => tiers.push(*tier),
+                            Some(block) => block.tiers.push(*tier),
                             None if is_stated && under != Under::default() => {
-                                self.blocks.insert(*name, (under, vec![*tier]));
+                                self.blocks.insert(*name, Block { under, tiers: vec![*tier], is_doubted: false });
                             }
                             None => {}
                         }
@@ -256,9 +265,11 @@ impl Model {
                         self.blocks.remove(name);
                     } else {
                         let block = self.blocks.entry(*name).or_default();
-                        block.0 = under;
-                        if !block.1.contains(tier) || parent.is_some() {
-                            block.1.push(*tier);
+                        block.under = under;
+                        if !block.tiers.contains(tier) || parent.is_some() {
+                            block.tiers.push(*tier);
+                        } else {
+                            block.is_doubted = true;
                         }
                     }
                 }
@@ -275,18 +286,23 @@ impl Model {
             }
             Op::Remove { names, tier } => {
                 for name in names {
-                    if let Some((_, tiers)) = self.blocks.get_mut(name)
-                        && let Some(at) = tiers.iter().position(|other| other == tier)
-                    {
-                        tiers.swap_remove(at);
+                    let Some(block) = self.blocks.get_mut(name) else { continue };
+                    match block.tiers.iter().position(|other| other == tier) {
+                        Some(at) => _ = block.tiers.swap_remove(at),
+                        None => block.is_doubted &= *tier != StorageTier::Device,
+                    }
+                    if block.tiers.is_empty() && !block.is_doubted {
+                        self.blocks.remove(name);
                     }
                 }
-                self.blocks.retain(|_, (_, tiers)| !tiers.is_empty());
                 (*tier, KvEvent::Removed { blocks: names.iter().copied().map(EngineHash).collect() })
             }
             Op::Clear if self.has_connector => {
-                self.blocks.values_mut().for_each(|(_, tiers)| tiers.retain(|tier| *tier != StorageTier::Device));
-                self.blocks.retain(|_, (_, tiers)| !tiers.is_empty());
+                self.blocks.retain(|_, block| {
+                    block.tiers.retain(|tier| *tier != StorageTier::Device);
+                    block.is_doubted = false;
+                    !block.tiers.is_empty()
+                });
                 (StorageTier::Device, KvEvent::TierCleared)
             }
             Op::Clear => {
