@@ -75,3 +75,20 @@ fn parts(event: RouterEvent, blocks_max: usize) -> Vec<RouterEvent> {
 fn cut<T: Clone>(blocks: &[T], blocks_max: usize) -> impl Iterator<Item = Vec<T>> {
     blocks.chunks(blocks_max).map(<[T]>::to_vec)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::protocol::{BlockHash, EngineHash, StorageTier, StoredBlock};
+
+    #[test]
+    fn a_store_at_the_start_of_a_prompt_keeps_its_form() {
+        let store = |blocks| {
+            let block = |n| StoredBlock { engine_hash: EngineHash(n), block_hash: BlockHash(n) };
+            let data = KvEvent::Stored { parent: None, blocks: (0..blocks).map(block).collect() };
+            RouterEvent { rank: crate::test_support::rank(0), tier: StorageTier::Device, data }
+        };
+        assert_eq!(pieces(vec![store(32)], 2), [[store(32)]]);
+        assert_eq!(pieces(vec![store(33)], 2).len(), 17);
+    }
+}

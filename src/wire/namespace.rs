@@ -283,11 +283,18 @@ mod tests {
 
     /// Reports without copies leave blocks behind, for which no second removal comes.
     #[test]
-    fn blocks_without_counted_copies_use_bounded_memory() {
+    fn possible_copies_keep_their_namespace_in_bounded_memory() {
         let (mut namespaces, namespace) = (Namespaces::default(), Namespace { lora: 0, salt: 7 });
+        let twice = |namespaces: &mut Namespaces, name| (0..2).for_each(|_| namespaces.stored(name, namespace, false));
+        let removed = |namespaces: &mut Namespaces, name| namespaces.removed(name, StorageTier::Device);
+        twice(&mut namespaces, 1);
+        removed(&mut namespaces, 1);
+        assert_eq!(namespaces.of(1), namespace);
+        removed(&mut namespaces, 1);
+        assert_eq!(namespaces.len(), 0);
         for name in 0..3 * DOUBTED_MAX as u64 {
-            (0..2).for_each(|_| namespaces.stored(name, namespace, false));
-            namespaces.removed(name, StorageTier::Device);
+            twice(&mut namespaces, name);
+            removed(&mut namespaces, name);
             namespaces.commit();
             assert!(namespaces.len() <= DOUBTED_MAX);
         }
