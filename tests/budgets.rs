@@ -17,7 +17,7 @@ const PACKAGES: &[(&[&str], usize)] =
     &[(&["src/", "actors/"], 42_850), (&["gateway/src/"], 26_850), (&["benches/"], 17_550), (&["python/"], 1_720)];
 
 /// Lines of test code of all packages; the target is 55,000.
-const TEST_LINES_MAX: usize = 55_200;
+const TEST_LINES_MAX: usize = 55_260;
 
 /// Public names of the library: the root and its public modules. The target is 130; the type of an engine is one more.
 const PUBLIC_NAMES_MAX: usize = 131;

@@ -114,7 +114,7 @@ async fn engines_restart(fleet: &mut Fleet, account: &mut Account) {
         assert!(fleet.engine(n).sequence_next(0) < before, "sequences begin at 0");
     }
     fleet.healed("publishers from 0").await;
-    fleet.traffic(500).end().await;
+    fleet.traffic(1_000).end().await; // the host has blocks again
     // Two restarts in a row, the first life as short as possible.
     for _ in 0..2 {
         fleet.engine(1).restart(fleet.format(1)).await.expect("engine restarts");
@@ -140,7 +140,7 @@ async fn caches_are_reset(fleet: &mut Fleet, account: &mut Account) {
     fleet.reset_caches().await;
     fleet.healed("caches reset").await;
     assert_eq!(fleet.truth().len(), 0, "the index is empty");
-    fleet.traffic(500).end().await;
+    fleet.traffic(1_000).end().await; // the host has blocks again
     account.quiet_point(fleet, "after a reset").await;
 }
 
