@@ -387,7 +387,7 @@ impl Tokens {
     ) -> Result<(Vec<u32>, PromptMedia, TokenSource), NoTokens> {
         match chat::refused(parts) {
             // The data of media is removed before the length is checked again.
-            Err(NoTokens::TOO_LONG) if media::may_occur(parts) => {}
+            Err(reason) if reason == NoTokens::TOO_LONG && media::may_occur(parts) => {}
             checked => checked?,
         }
         let job = self.job(chat::bytes(parts), context);

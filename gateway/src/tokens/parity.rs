@@ -223,7 +223,7 @@ impl Parity {
         let ours = match self.ours(input).await {
             Ok(ids) => ids,
             // No conclusion about the tokenizer.
-            Err(NoTokens::BUSY) => return Err(()),
+            Err(reason) if reason == NoTokens::BUSY => return Err(()),
             Err(reason) => {
                 let reason = reason.name;
                 tracing::warn!(model = self.model, sample, reason, "the local tokenizer failed on the sample");
