@@ -54,7 +54,6 @@ async fn socket_at(address: &str) -> io::Result<PeerSocket> {
 
 #[cfg(test)]
 mod tests {
-
     use super::*;
 
     const PATIENCE: Duration = Duration::from_secs(60);

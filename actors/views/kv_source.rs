@@ -144,7 +144,7 @@ pub(crate) struct SourceCell {
     reader: tokio::sync::Mutex<()>,
 }
 
-/// What is known of a source.
+/// State of a source.
 #[derive(Debug)]
 pub(crate) struct SourceFacts {
     /// Present for a rank with a source.

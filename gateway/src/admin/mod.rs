@@ -66,8 +66,8 @@ struct Admin {
     live: live::Live,
 }
 
-/// Routes of the administration listener. Paths shared with the clients' listener also need the token here. `further` are routes of the same listener that their owner
-/// provides.
+/// Routes of the administration listener. Paths shared with the clients' listener also need the token here. `further` are
+/// routes of the same listener that their owner provides.
 pub(crate) fn routes(
     pools: Latest<Pools>,
     tokens: Latest<Tokens>,

@@ -224,7 +224,7 @@ impl Gateway {
     }
 }
 
-/// What the listeners share.
+/// Common parts of the listeners.
 struct Listeners<'a> {
     running: &'a Running,
     /// Options of the clients' listener.

@@ -64,7 +64,7 @@ impl Gate {
         self.read().await;
     }
 
-    /// Reads the shared state. What the router has lost is shared again.
+    /// Reads the shared state. Own reasons that the router has lost are shared again.
     async fn read(&self) {
         let (own, mut state) = (*self.state.borrow(), 0);
         for reason in [Reason::Sleep, Reason::Pause, Reason::Weights] {

@@ -224,7 +224,7 @@ async fn accept(
     }
 }
 
-/// A connection and what it sees.
+/// A connection, and the phase of its listener.
 struct Seen {
     peer: SocketAddr,
     client: Arc<Connection>,

@@ -1,6 +1,6 @@
 //! Disaggregated serving of the mock engine: one request, prefilled by one engine and decoded by another.
 //!
-//! Checks the rules of real engines and counts what they lose. [`params`] writes and verifies the parameters that a router
+//! Checks the rules of real engines and counts violations and lost blocks. [`params`] writes and verifies the parameters that a router
 //! copies between the legs, and [`ledger`] tracks the blocks of finished prefills; both are pure. [`board`] is the state of
 //! one engine, and [`transfer`] the HTTP exchange of the block transfer. A transfer moves no data, because equal prompts have equal blocks, but takes its time.
 
