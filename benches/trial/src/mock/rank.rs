@@ -39,8 +39,6 @@ pub(crate) enum NotTaken {
     Refused(#[from] Refused),
     #[error("{REQUESTS_MAX} requests are already queued")]
     Full,
-    #[error("the engine restarts")]
-    Stopped,
 }
 
 /// Sums over an incarnation of a rank: requests for the last one, tokens for the others.
@@ -131,13 +129,14 @@ impl RankDriver {
         Self { state: Mutex::new(state), faults, wake: Notify::new(), quiet: Notify::new() }
     }
 
-    /// Submits a request. The returned channel delivers its tokens and closes early if the rank stops.
+    /// Submits a request. The returned channel delivers its tokens and closes early if the rank stops or has stopped: like
+    /// a crashed process, it has no error response.
     pub(crate) fn submit(&self, spec: RequestSpec, stage: Stage) -> Result<UnboundedReceiver<Output>, NotTaken> {
         // The channel is effectively bounded: a request has at most its requested number of outputs.
         let (sender, outputs) = unbounded_channel();
         let mut state = self.lock();
         if state.is_stopped {
-            return Err(NotTaken::Stopped);
+            return Ok(outputs);
         }
         if state.requests.len() >= REQUESTS_MAX {
             return Err(NotTaken::Full);

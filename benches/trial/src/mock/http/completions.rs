@@ -121,7 +121,7 @@ impl Prepared {
         let outputs = rank.submit(spec, stage).map_err(|error| {
             let status = match &error {
                 NotTaken::Refused(_) => StatusCode::BAD_REQUEST,
-                NotTaken::Full | NotTaken::Stopped => StatusCode::SERVICE_UNAVAILABLE,
+                NotTaken::Full => StatusCode::SERVICE_UNAVAILABLE,
             };
             Box::new(answer::error(status, &error.to_string()))
         })?;
