@@ -4,12 +4,13 @@
 //! the bytes justify.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::Duration;
 
 use smallvec::SmallVec;
 
-use crate::protocol::{Generation, Slot, Timestamp, WorkerId};
+use crate::protocol::{BlockHash, EngineHash, Generation, Slot, Timestamp, WorkerId};
 
 /// Unread bytes.
 #[derive(Clone, Copy, Debug)]
@@ -55,11 +56,12 @@ impl<'a> Reader<'a> {
 
     pub(crate) fn number(&mut self) -> Option<u64> {
         let mut number = 0;
-        for shift in (0..64).step_by(7) {
+        for shift in (0_u32..64).step_by(7) {
             let byte = self.u8()?;
             number |= u64::from(byte & 0x7f) << shift;
             if byte & 0x80 == 0 {
-                return Some(number);
+                // Each number has one form: its shortest.
+                return (shift == 0 || (1..=u8::MAX >> shift.saturating_sub(56)).contains(&byte)).then_some(number);
             }
         }
         None
@@ -95,14 +97,6 @@ impl<'a> Reader<'a> {
     pub(crate) fn text(&mut self) -> Option<&'a str> {
         let length = self.length()?;
         std::str::from_utf8(self.bytes(length)?).ok()
-    }
-
-    pub(crate) fn optional<T>(&mut self, read: impl FnOnce(&mut Self) -> Option<T>) -> Option<Option<T>> {
-        match self.u8()? {
-            0 => Some(None),
-            1 => read(self).map(Some),
-            _ => None,
-        }
     }
 
     pub(crate) fn list<T>(&mut self, mut read: impl FnMut(&mut Self) -> Option<T>) -> Option<Vec<T>> {
@@ -155,11 +149,10 @@ pub(crate) fn put_text(to: &mut Vec<u8>, text: &str) {
     to.extend_from_slice(text.as_bytes());
 }
 
-pub(crate) fn put_optional<T>(to: &mut Vec<u8>, value: Option<T>, put: impl FnOnce(&mut Vec<u8>, T)) {
-    to.push(value.is_some().into());
-    if let Some(value) = value {
-        put(to, value);
-    }
+/// Writes a list that [`Reader::list`] reads.
+pub(crate) fn put_list<T>(to: &mut Vec<u8>, items: &[T], mut put: impl FnMut(&mut Vec<u8>, &T)) {
+    put_number(to, items.len() as u64);
+    items.iter().for_each(|item| put(to, item));
 }
 
 /// Words that are not 0, after a bit set of their positions.
@@ -193,6 +186,30 @@ macro_rules! recorded {
 }
 pub(crate) use recorded;
 
+/// Implements [`Recorded`] for enums: a byte for the variant, and its fields.
+macro_rules! recorded_variants {
+    ($($name:ident { $($tag:literal => $variant:ident { $($field:ident),* })+ })+) => {$(
+        impl $crate::record::bytes::Recorded for $name {
+            fn put(&self, to: &mut Vec<u8>) {
+                match self {
+                    $(Self::$variant { $($field),* } => {
+                        to.push($tag);
+                        $($crate::record::bytes::Recorded::put($field, to);)*
+                    })+
+                }
+            }
+
+            fn read(from: &mut $crate::record::bytes::Reader<'_>) -> Option<Self> {
+                Some(match from.u8()? {
+                    $($tag => Self::$variant { $($field: $crate::record::bytes::Recorded::read(from)?),* },)+
+                    _ => return None,
+                })
+            }
+        }
+    )+};
+}
+pub(crate) use recorded_variants;
+
 macro_rules! values {
     ($($type:ty: $value:ident, $to:ident => $put:expr, $read:expr;)+) => {$(
         impl Recorded for $type {
@@ -214,7 +231,11 @@ values! {
     u64: count, to => put_number(to, *count), Reader::count;
     usize: number, to => put_number(to, *number as u64), Reader::usize;
     f64: number, to => put_f64(to, *number), Reader::f64;
-    bool: flag, to => to.push((*flag).into()), |from: &mut Reader<'_>| Some(from.u8()? != 0);
+    bool: flag, to => to.push((*flag).into()), |from: &mut Reader<'_>| from.u8().filter(|byte| *byte < 2).map(|byte| byte == 1);
+    u8: byte, to => to.push(*byte), Reader::u8;
+    NonZeroU32: number, to => put_number(to, number.get().into()), |from: &mut Reader<'_>| NonZeroU32::new(from.u32()?);
+    EngineHash: hash, to => put_word(to, hash.0), |from: &mut Reader<'_>| from.word().map(EngineHash);
+    BlockHash: hash, to => put_word(to, hash.0), |from: &mut Reader<'_>| from.word().map(BlockHash);
     Duration: duration, to => put_duration(to, *duration), Reader::duration;
     Timestamp: at, to => put_number(to, at.0), |from: &mut Reader<'_>| from.number().map(Timestamp);
     WorkerId: worker, to => put_number(to, worker.0), |from: &mut Reader<'_>| from.number().map(WorkerId);
@@ -261,11 +282,12 @@ impl<K: Recorded + Ord, V: Recorded> Recorded for BTreeMap<K, V> {
 
 impl<T: Recorded> Recorded for Option<T> {
     fn put(&self, to: &mut Vec<u8>) {
-        put_optional(to, self.as_ref(), |to, value| value.put(to));
+        self.is_some().put(to);
+        self.iter().for_each(|value| value.put(to));
     }
 
     fn read(from: &mut Reader<'_>) -> Option<Self> {
-        from.optional(Recorded::read)
+        if bool::read(from)? { T::read(from).map(Some) } else { Some(None) }
     }
 }
 
@@ -302,6 +324,10 @@ mod tests {
     fn endless_numbers_and_missing_bytes_are_refused() {
         assert_eq!(Reader::new(&[0xff; 20]).number(), None);
         assert_eq!(Reader::new(&[0x80]).number(), None);
+        assert_eq!(Reader::new(&[0x80, 0]).number(), None);
+        let most = [&[0xff; 9][..], &[1]].concat();
+        assert_eq!(Reader::new(&most).number(), Some(u64::MAX));
+        assert_eq!(Reader::new(&[&[0xff; 9][..], &[2]].concat()).number(), None);
         assert_eq!(Reader::new(&[9, b'a']).text(), None);
     }
 }

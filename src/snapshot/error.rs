@@ -35,28 +35,9 @@ pub enum SnapshotError {
         /// Value of the router.
         expected: String,
     },
-    /// The bytes end within a value.
-    #[error("the bytes end within {field}")]
-    Truncated {
-        /// The incomplete value.
-        field: &'static str,
-    },
-    /// A value breaks its rule.
-    #[error("{field} is {value}, must be {rule}")]
-    Value {
-        /// The value's name.
-        field: &'static str,
-        /// The value.
-        value: u64,
-        /// What it must be.
-        rule: &'static str,
-    },
-    /// A text is not UTF-8.
-    #[error("{field} must be UTF-8")]
-    Text {
-        /// The text's name.
-        field: &'static str,
-    },
+    /// The bytes end early, or are none that [`encode`](super::Snapshot::encode) produces.
+    #[error("the contents end early or break a rule of the format, although their checksum may be correct")]
+    Malformed,
 }
 
 impl SnapshotError {
@@ -68,7 +49,7 @@ impl SnapshotError {
             Self::Version { .. } => "version",
             Self::Checksum { .. } => "checksum",
             Self::Layout { .. } => "layout",
-            Self::Truncated { .. } | Self::Value { .. } | Self::Text { .. } => "malformed",
+            Self::Malformed => "malformed",
         }
     }
 }

@@ -24,33 +24,27 @@
 //!
 //! # Format
 //!
-//! Version 3. Integers are little-endian; `varint` is an unsigned LEB128 number; a list is its length as `varint` and
-//! its elements.
+//! Version 5. `word` is a little-endian number of 64 bits, `number` an unsigned LEB128 number in its shortest form, `text`
+//! and `list` begin with their length as `number`, and `optional` with 0 or 1.
 //!
 //! ```text
-//! magic "PMANSNAP" | version u32 | pool: length varint, UTF-8 | block size u32 | EAGLE u8 | hash seed u64
-//! | created: ms since the Unix epoch u64 | list of ranks, ascending | xxh3-64 of all preceding bytes
+//! magic "PMANSNAP" | version, 32 bits | pool: text | block size: number | EAGLE: 0 or 1 | hash seed: word
+//! | created: ms since the Unix epoch, number | list of ranks, ascending | xxh3-64 of all preceding bytes
 //!
-//! rank:     worker u64 | dp rank varint | endpoint: length varint, UTF-8
-//!           | next varint | list of payload hashes u64 | cold: 0, or cause 1 to 4, two varints, stored blocks varint
-//!           | list of (cache group u8, main u8, window varint) | connector u8
-//!           | list of (adapter name u64, identity of its weights u64), both hashed
-//!           | list of (engine hash u64, lora u64, salt u64, copies in each tier, and possible ones: five varints)
-//!           | list of events | evicted blocks varint
-//! event:    type u8 (0 store, 1 store behind a parent, 2 removal, 3 clear, 4 offload, 5 offload behind a parent, 6 clear of
-//!           the tier; plus 8 x tier)
-//!           | parent u64 if any | list of (engine hash u64, block hash u64), of engine hashes u64, or of (engine hash
-//!           u64, 0 or 1 and block hash u64)
-//!           or type u8 (32 store in a cache group, 33 store at the start of a prompt, 34 removal) | cache group u8
-//!           | window varint of a store | list of engine hashes u64
+//! rank:     worker: number | dp rank: number | endpoint: text
+//!           | next: number | list of payload hashes: words | optional cold: cause 1 to 4, three numbers
+//!           | list of (cache group: byte, main: 0 or 1, window: number) | connector: 0 or 1
+//!           | list of (adapter name: word, identity of its weights: word), both hashed
+//!           | list of (engine hash: word, lora: word, salt: word, copies in each tier, and possible ones: five numbers)
+//!           | list of events | evicted blocks: number
+//! event:    tier: 0 to 3 | type: 0 store, 1 removal, 2 offload, 3 clear, 4 clear of the tier, 5 store in a cache group,
+//!           6 removal from it | fields of the event in their order; hashes are words
 //! ```
 //!
-//! [`Snapshot::decode`] is total: any bytes give a snapshot or an error that names the value and the rule. The checksum
-//! is compared before the contents are read, and memory is bounded by a small multiple of the number of bytes.
+//! [`Snapshot::decode`] is total: any bytes give a snapshot or an error. The checksum is compared before the contents are
+//! read, and memory is bounded by a small multiple of the number of bytes.
 
-mod bytes;
-mod decode;
-mod encode;
+mod encoding;
 mod error;
 mod types;
 
@@ -64,11 +58,4 @@ use crate::{ingest::SourcePosition, wire::DecoderState};
 const MAGIC: &[u8; 8] = b"PMANSNAP";
 
 /// Version of the format.
-const VERSION: u32 = 4;
-
-/// Types of the events of a cache group; the following type is a store at the start of a prompt.
-const GROUP_STORED: u8 = 32;
-const GROUP_REMOVED: u8 = 34;
-
-/// Bytes of the checksum at the end.
-const CHECKSUM_BYTES: usize = 8;
+const VERSION: u32 = 5;

@@ -7,7 +7,7 @@ use crate::config::RouterConfigOverride;
 use crate::load::{PromptBlocks, PromptFingerprint};
 use crate::protocol::{Generation, SequenceHash, Slot, Timestamp, WorkerRank};
 use crate::queue::ClassId;
-use crate::record::bytes::{Reader, Recorded, put_number, put_signed, put_text, recorded};
+use crate::record::bytes::{Reader, Recorded, put_number, put_signed, put_text, recorded, recorded_variants};
 use crate::schedule::types::{Purpose, Request, Target};
 use crate::schedule::{ResolvedOptions, ResolvedTargets};
 use crate::select::{Constraints, Pin, PinMode, RankOverlap, SharedHits, TierOverlap};
@@ -315,12 +315,6 @@ recorded! {
     }
 }
 
-impl Recorded for PinMode {
-    fn put(&self, to: &mut Vec<u8>) {
-        (*self == Self::Soft).put(to);
-    }
-
-    fn read(from: &mut Reader<'_>) -> Option<Self> {
-        Some(if from.u8()? == 0 { Self::Hard } else { Self::Soft })
-    }
+recorded_variants! {
+    PinMode { 0 => Hard {} 1 => Soft {} }
 }
