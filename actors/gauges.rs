@@ -97,6 +97,7 @@ impl Drop for GaugeSet {
 }
 
 /// Sum over the entries of a rank.
+#[derive(Default)]
 struct RankSum {
     report: RankReport,
     is_degraded: bool,
@@ -108,10 +109,6 @@ struct RankSum {
 }
 
 impl RankSum {
-    fn idle(rank: WorkerRank) -> Self {
-        Self { report: RankReport::idle(rank), is_degraded: false, bias: [None; 2], engine: None, is_torn: false }
-    }
-
     fn show(&self, gauges: &mut GaugeSet, now: Timestamp) {
         gauges.set("pointsman_rank_kv_degraded", as_f64(u64::from(self.is_degraded)));
         if !self.is_torn {
@@ -183,7 +180,10 @@ impl Gauges {
         let mut sums: BTreeMap<WorkerRank, RankSum> = BTreeMap::new();
         let mut by_state = [0_u64; 5];
         for entry in entries {
-            let sum = sums.entry(entry.rank).or_insert_with(|| RankSum::idle(entry.rank));
+            let sum = sums.entry(entry.rank).or_insert_with(|| RankSum {
+                report: RankReport { rank: entry.rank, ..RankReport::default() },
+                ..RankSum::default()
+            });
             if let Some(state) = entry.source.state() {
                 by_state[state as usize] += 1;
                 sum.is_degraded = state != StreamState::Live;

@@ -68,7 +68,7 @@ impl Router {
         if !self.workers().iter().any(|worker| worker.ranks.contains(&rank)) {
             return Err(Rejection::UnknownRank(rank).into());
         }
-        let Some(speculative_prompt) = self.prepare(&request)?.speculative_prompt() else { return Ok(()) };
+        let Some(speculative_prompt) = self.prepare(&request)?.speculative_prompt else { return Ok(()) };
         let shard = self.strands().shards.number_of(rank);
         let permit = self.strands().shards.admit(shard, speculative_prompt.hashes.len(), &self.views().status).await?;
         self.strands().shards.strand(shard).tell(RadixMsg::Recorded {

@@ -208,7 +208,7 @@ impl Router {
         let Some(hashes) = prepared.block_hashes() else { return Ok(nothing) };
         let before = self.views().status.state();
         let (sender, answer) = oneshot::channel();
-        self.query_overlap(hashes, prepared.prompt_tokens(), OverlapReceiver::Caller(sender), with_shared_cache);
+        self.query_overlap(hashes, prepared.prompt_tokens, OverlapReceiver::Caller(sender), with_shared_cache);
         match self.views().status.reply_of(answer, before).await {
             Some(found) => Ok(found),
             None => Err(self.views().status.up().err().map_or(RouteError::Lost { attempts: 1 }, RouteError::from)),

@@ -7,8 +7,8 @@ use crate::directory::Lease;
 
 /// Ends its lease when dropped, unless [detached](LeaseGuard::detach).
 pub(super) struct LeaseGuard {
-    edge: Arc<Edge>,
-    lease: Arc<Lease>,
+    pub(super) edge: Arc<Edge>,
+    pub(super) lease: Arc<Lease>,
     /// Cleared when the booking is detached.
     ends_lease: bool,
     /// Cleared when the request has been rejected and thus has left the queue.
@@ -18,14 +18,6 @@ pub(super) struct LeaseGuard {
 impl LeaseGuard {
     pub(super) fn new(edge: &Arc<Edge>, lease: Arc<Lease>) -> Self {
         Self { edge: Arc::clone(edge), lease, ends_lease: true, may_wait: true }
-    }
-
-    pub(super) fn lease(&self) -> &Arc<Lease> {
-        &self.lease
-    }
-
-    pub(super) fn edge(&self) -> &Edge {
-        &self.edge
     }
 
     /// Ends the lease of a rejected request, without a cancellation to the queue.

@@ -70,13 +70,13 @@ impl Placement {
     }
 
     pub(super) fn block_size(&self) -> u32 {
-        self.guard.edge().block_size.tokens()
+        self.guard.edge.block_size.tokens()
     }
 
     /// Request id of the booking.
     #[must_use]
     pub fn request_id(&self) -> &str {
-        self.guard.lease().request_id()
+        self.guard.lease.request_id()
     }
 
     /// Durations of the phases, for requests with [`RequestOptions::phases`](crate::RequestOptions::phases) and a sample
@@ -88,7 +88,7 @@ impl Placement {
 
     /// Reports the first token: the rank has no prefill left for this request. Repeated calls have no effect.
     pub fn prefill_completed(&self) {
-        let (edge, lease) = (self.guard.edge(), self.guard.lease());
+        let (edge, lease) = (&self.guard.edge, &self.guard.lease);
         if lease.complete_prefill() {
             if let Some(predicted) = self.predicted_ttft() {
                 let elapsed = edge.clock.now().since(lease.booked_at());
@@ -108,14 +108,14 @@ impl Placement {
     pub fn delivered_cached_tokens(&self, tokens: u32) {
         if self.prediction.is_first_report() {
             let predicted = self.cached_tokens();
-            self.guard.edge().meters.delivered(&self.prediction, predicted, tokens);
-            if self.prediction.kind().is_some() {
-                self.address.entry.counts.reported(self.prediction.prompt_tokens(), predicted, tokens);
+            self.guard.edge.meters.delivered(&self.prediction, predicted, tokens);
+            if self.prediction.kind.is_some() {
+                self.address.entry.counts.reported(self.prediction.prompt_tokens, predicted, tokens);
             }
             let entry = &self.address.entry;
             let is_cold = tokens > 0 && entry.source.state() == Some(StreamState::Cold);
             if let Some(prompt) = self.prompt.as_ref().filter(|_| tokens > predicted || is_cold) {
-                self.guard.edge().shards.prove(entry, prompt, tokens / self.block_size(), is_cold);
+                self.guard.edge.shards.prove(entry, prompt, tokens / self.block_size(), is_cold);
             }
         }
     }
@@ -125,8 +125,8 @@ impl Placement {
     /// costs almost nothing.
     pub fn outcome(&self, outcome: Outcome) {
         if !self.told_outcome.swap(true, Ordering::Relaxed) {
-            let began = self.guard.lease().booked_at();
-            self.guard.edge().report_outcome(&self.address.entry, outcome, Some(began));
+            let began = self.guard.lease.booked_at();
+            self.guard.edge.report_outcome(&self.address.entry, outcome, Some(began));
         }
     }
 
@@ -137,13 +137,13 @@ impl Placement {
     /// A decay outside [0, 1].
     pub fn output_block(&self, decay: Option<f64>) -> Result<(), RequestError> {
         let decay = decay.map(Weight::new).transpose()?;
-        if !self.guard.edge().config.load.track_output_blocks {
+        if !self.guard.edge.config.load.track_output_blocks {
             return Ok(());
         }
-        self.guard.lease().push_output_block(decay);
-        let tokens = u64::from(self.guard.lease().progress().output.block_count()) * u64::from(self.block_size());
+        self.guard.lease.push_output_block(decay);
+        let tokens = u64::from(self.guard.lease.progress().output.block_count()) * u64::from(self.block_size());
         self.follow_pace(|pace, now| pace.reported(tokens, now));
-        self.address.reconcile(self.guard.lease());
+        self.address.reconcile(&self.guard.lease);
         Ok(())
     }
 
@@ -159,7 +159,7 @@ impl Placement {
     /// Changes the pace of the output, if anything is compared with it.
     fn follow_pace(&self, change: impl FnOnce(&mut TokenPace, Timestamp)) {
         if self.predicted_itl().is_some() || self.targets.is_some_and(|targets| targets.itl.is_some()) {
-            let now = self.guard.edge().clock.now();
+            let now = self.guard.edge.clock.now();
             change(&mut self.pace.lock().unwrap_or_else(PoisonError::into_inner), now);
         }
     }
@@ -179,7 +179,7 @@ impl Drop for Placement {
     fn drop(&mut self) {
         let pace = *self.pace.get_mut().unwrap_or_else(PoisonError::into_inner);
         let Some((itl, intervals)) = pace.mean() else { return };
-        let (meters, lease) = (&self.guard.edge().meters, self.guard.lease());
+        let (meters, lease) = (&self.guard.edge.meters, &self.guard.lease);
         if let Some(target) = self.targets.and_then(|targets| targets.itl) {
             meters.targets.itl.count(itl <= target);
         }

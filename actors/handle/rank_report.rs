@@ -33,7 +33,10 @@ impl Router {
         let now = self.edge().clock.now();
         let mut reports: BTreeMap<WorkerRank, RankReport> = BTreeMap::new();
         for entry in self.views().ranks.all() {
-            reports.entry(entry.rank).or_insert_with(|| RankReport::idle(entry.rank)).add(&entry, now);
+            reports
+                .entry(entry.rank)
+                .or_insert_with(|| RankReport { rank: entry.rank, ..RankReport::default() })
+                .add(&entry, now);
         }
         reports.into_values().collect()
     }

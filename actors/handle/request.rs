@@ -59,21 +59,21 @@ impl<'a> AddRequest<'a> {
 /// A request with the prompt hashes that its decision needs.
 #[derive(Debug)]
 pub(super) struct Prepared {
-    hashes: Option<HashedPrompt>,
+    pub(super) hashes: Option<HashedPrompt>,
     /// The blocks of the first of several prompts that the engine can take from its cache.
     first_prompt: Option<Arc<[BlockHash]>>,
     wants_overlap: bool,
     /// Prompt blocks of the charge.
-    prompt: PromptBlocks,
-    prompt_tokens: u32,
-    options: Option<Box<ResolvedOptions>>,
-    length_keys: LengthKeys,
+    pub(super) prompt: PromptBlocks,
+    pub(super) prompt_tokens: u32,
+    pub(super) options: Option<Box<ResolvedOptions>>,
+    pub(super) length_keys: LengthKeys,
     /// Speculative entry that the booking creates, if entries are speculative.
-    speculative_prompt: Option<SpeculativePrompt>,
+    pub(super) speculative_prompt: Option<SpeculativePrompt>,
     /// Absent if the cached tokens of the whole request are not predicted.
     kind: Option<PromptKind>,
     /// Start of hashing.
-    started: Timestamp,
+    pub(super) started: Timestamp,
 }
 
 /// Inputs of the preparation of a request.
@@ -162,42 +162,14 @@ impl Prepared {
         self
     }
 
-    pub(super) fn prompt(&self) -> PromptBlocks {
-        self.prompt.clone()
-    }
-
-    pub(super) fn prompt_tokens(&self) -> u32 {
-        self.prompt_tokens
-    }
-
-    pub(super) fn speculative_prompt(&self) -> Option<SpeculativePrompt> {
-        self.speculative_prompt.clone()
-    }
-
-    pub(super) fn options(&self) -> Option<Box<ResolvedOptions>> {
-        self.options.clone()
-    }
-
     pub(super) fn targets(&self) -> Option<ResolvedTargets> {
         self.options.as_ref().and_then(|options| options.targets)
-    }
-
-    pub(super) fn length_keys(&self) -> LengthKeys {
-        self.length_keys
     }
 
     /// Block hashes of the overlap query, if one is needed.
     pub(super) fn block_hashes(&self) -> Option<&Arc<[BlockHash]>> {
         let hashes = self.hashes.as_ref().filter(|_| self.wants_overlap)?;
         Some(self.first_prompt.as_ref().unwrap_or(hashes.block_hashes()))
-    }
-
-    pub(super) fn hashes(&self) -> Option<&HashedPrompt> {
-        self.hashes.as_ref()
-    }
-
-    pub(super) fn started(&self) -> Timestamp {
-        self.started
     }
 
     /// Kind of the request for predictions of cached tokens. `None` without an overlap query, and for prompts shorter

@@ -55,7 +55,7 @@ impl Router {
     async fn place(&self, request: &RouteRequest<'_>, span: &Span) -> Result<Placement, RouteError> {
         let request_id = request.request_id.as_deref().ok_or(RouteError::MissingRequestId)?;
         let prepared = self.prepare(request)?;
-        telemetry::trace_hashes(span, prepared.hashes());
+        telemetry::trace_hashes(span, prepared.hashes.as_ref());
         let mut attempts = 0;
         loop {
             let timed = (span, request.options.phases);
@@ -63,16 +63,15 @@ impl Router {
             // The removal of the rank since the decision has ended the booking.
             if let Some(address) = self.strands().sequences.get(decision.slot, decision.generation) {
                 let Edge { block_size, meters, .. } = &**self.edge();
-                let hashes = prepared.hashes().filter(|_| request.options.routing_hashes).cloned();
+                let hashes = prepared.hashes.as_ref().filter(|_| request.options.routing_hashes).cloned();
                 let decision = decision.with_routing_hashes(hashes);
                 // A prediction above 0 is evaluated even if the index is incomplete.
                 let is_index_complete = decision.cached_tokens() > 0 || self.is_index_complete_for(&address.entry);
-                let prediction =
-                    Prediction::new(prepared.predicted_kind(), prepared.prompt_tokens(), is_index_complete);
+                let prediction = Prediction::new(prepared.predicted_kind(), prepared.prompt_tokens, is_index_complete);
                 if !span.is_disabled() {
                     span.record("rank", tracing::field::display(decision.rank()));
                 }
-                meters.placed(prepared.prompt_tokens(), block_size.tokens(), &decision, prediction.kind().is_some());
+                meters.placed(prepared.prompt_tokens, block_size.tokens(), &decision, prediction.kind.is_some());
                 address.entry.counts.placed();
                 let (prompt, targets) = (prepared.provable().cloned(), prepared.targets());
                 return Ok(Placement::new((guard, phases), address, decision, (prediction, prompt), targets));
@@ -90,7 +89,7 @@ impl Router {
     /// See [`RouteError`].
     pub async fn find_best_match(&self, request: RouteRequest<'_>) -> Result<Decision, RouteError> {
         let prepared = self.prepare(&request)?;
-        let hashes = prepared.hashes().filter(|_| request.options.routing_hashes).cloned();
+        let hashes = prepared.hashes.as_ref().filter(|_| request.options.routing_hashes).cloned();
         match self.ask(&prepared, Purpose::Report).await? {
             Reply::Placed(decision) => Ok(decision.with_routing_hashes(hashes)),
             Reply::Rejected(reason) => Err(reason.into()),
@@ -120,7 +119,7 @@ impl Router {
         if self.strands().sequences.get(decision.slot, decision.generation).is_none() {
             return Err(Rejection::UnknownRank(rank).into()); // the rank was removed, which ended the booking
         }
-        let lease = Arc::clone(guard.lease());
+        let lease = Arc::clone(&guard.lease);
         guard.detach();
         // `LeaseExpiry` may have ended the bookings by id before this one was among them.
         if self.views().status.is_down() {
@@ -212,9 +211,9 @@ impl Router {
             self.views().status.up()?;
             let before = self.views().status.state();
             let permit = self.intake().admit(&self.strands().scheduler)?;
-            let lease = self.intake().directory.enter(request_id, prepared.prompt(), self.edge().clock.now())?;
-            if !prepared.length_keys().is_empty() {
-                lease.set_length_keys(prepared.length_keys());
+            let lease = self.intake().directory.enter(request_id, prepared.prompt.clone(), self.edge().clock.now())?;
+            if !prepared.length_keys.is_empty() {
+                lease.set_length_keys(prepared.length_keys);
             }
             let guard = LeaseGuard::new(self.edge(), Arc::clone(&lease));
             // Restart time is excluded from the phase timings of a lost request.
@@ -223,9 +222,8 @@ impl Router {
             let answer = self.submit(prepared, target, Purpose::Book, Some(lease), permit, timestamps.clone());
             match self.views().status.reply_of(answer, before).await {
                 Some(Reply::Placed(decision)) => {
-                    let phases = timestamps.map(|timestamps| {
-                        meters.phases.record(&timestamps, prepared.started(), guard.lease(), timed.0)
-                    });
+                    let phases = timestamps
+                        .map(|timestamps| meters.phases.record(&timestamps, prepared.started, &guard.lease, timed.0));
                     return Ok((guard, decision, phases));
                 }
                 Some(Reply::Rejected(reason)) => {
@@ -233,7 +231,7 @@ impl Router {
                     return Err(reason.into());
                 }
                 Some(Reply::LoadSnapshot(_) | Reply::Explained(_)) => return Err(RouteError::Lost { attempts: 0 }),
-                None if guard.lease().is_freed() => return Err(RouteError::Freed),
+                None if guard.lease.is_freed() => return Err(RouteError::Freed),
                 None => {
                     drop(guard); // frees the id for the next attempt
                     attempts.count_lost(self.has_restarted(before.starts()).await?)?;
@@ -294,15 +292,15 @@ impl Router {
                 block_hashes: prepared.block_hashes().filter(|hashes| !hashes.is_empty()).cloned(),
             })
         });
-        let speculative_prompt = lease.as_ref().and_then(|_| prepared.speculative_prompt()).map(Box::new);
+        let speculative_prompt = lease.as_ref().and_then(|_| prepared.speculative_prompt.clone()).map(Box::new);
         let context = RequestContext { lease, answer: sender, permit, speculative_prompt, timestamps };
-        let options = prepared.options();
-        let plain = Request::new(context, prepared.prompt(), prepared.prompt_tokens());
+        let options = prepared.options.clone();
+        let plain = Request::new(context, prepared.prompt.clone(), prepared.prompt_tokens);
         let request = Request { target, purpose, options, waits, ..plain };
         match prepared.block_hashes() {
             Some(hashes) => {
                 let receiver = OverlapReceiver::Scheduler(request, Arc::downgrade(&self.strands().scheduler));
-                self.query_overlap(hashes, prepared.prompt_tokens(), receiver, target == Target::Any);
+                self.query_overlap(hashes, prepared.prompt_tokens, receiver, target == Target::Any);
             }
             None => self.strands().scheduler.tell(SchedulerMsg::Decide(request)),
         }

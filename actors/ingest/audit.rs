@@ -8,7 +8,7 @@ use bytes::Bytes;
 
 use super::reader::Reader;
 use crate::actors::radix::RadixMsg;
-use crate::actors::views::kv_source::{AuditRecord, DifferenceRecord};
+use crate::actors::views::kv_source::{KvAuditStatus, KvDifferenceStatus};
 use crate::index::BlockDigest;
 use crate::ingest::{AuditCause, AuditResult, AuditStep, BlockName, Difference, Heal, IngestInput, StreamState};
 use crate::protocol::{KvEvent, Timestamp};
@@ -90,7 +90,7 @@ impl Reader {
             }
             AuditResult::Inconclusive(_) | AuditResult::Unsupported => {}
         }
-        let record = AuditRecord {
+        let record = KvAuditStatus {
             result: result.name(),
             cause: result.cause().map(AuditCause::name),
             at: now,
@@ -123,7 +123,7 @@ impl Reader {
             heal,
             "index differs from the cache of the engine"
         );
-        let record = DifferenceRecord { at: now, since: *since, stale_blocks, missing_blocks, examples, heal };
+        let record = KvDifferenceStatus { at: now, since: *since, stale_blocks, missing_blocks, examples, heal };
         self.auditor.last = Some(record);
         self.auditor.different_since.get_or_insert(now);
     }

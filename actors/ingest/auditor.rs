@@ -5,7 +5,7 @@ use std::time::Duration;
 use bytes::Bytes;
 
 use crate::actors::io::engine_socket::SocketError;
-use crate::actors::views::kv_source::DifferenceRecord;
+use crate::actors::views::kv_source::KvDifferenceStatus;
 use crate::ingest::{Audit, AuditCause, AuditStep, EngineContents};
 use crate::protocol::{KvEventsConfig, RouterEvent, Timestamp};
 use crate::wire::{Decoder, Finding, WireConfig};
@@ -21,7 +21,7 @@ pub(super) struct Auditor {
     has_message: bool,
     /// Decoder of the replay buffer.
     decoder: Decoder,
-    pub(super) last: Option<DifferenceRecord>,
+    pub(super) last: Option<KvDifferenceStatus>,
     /// Time of a difference without an audit that proves its correction.
     pub(super) different_since: Option<Timestamp>,
 }

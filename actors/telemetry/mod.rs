@@ -114,8 +114,8 @@ impl Meters {
     /// Compares a prediction with the cached tokens that the engine reported.
     pub(crate) fn delivered(&self, prediction: &Prediction, predicted_tokens: u32, delivered_tokens: u32) {
         self.funnel.delivered.increment(u64::from(delivered_tokens));
-        if let Some(kind) = prediction.kind() {
-            self.predictions.count(kind, prediction.is_index_complete(), predicted_tokens, delivered_tokens);
+        if let Some(kind) = prediction.kind {
+            self.predictions.count(kind, prediction.is_index_complete, predicted_tokens, delivered_tokens);
         }
     }
 }

@@ -31,28 +31,16 @@ named! {
 /// Prediction of a placement, compared with one report.
 pub(crate) struct Prediction {
     /// Absent without an overlap query.
-    kind: Option<PromptKind>,
-    prompt_tokens: u32,
+    pub(crate) kind: Option<PromptKind>,
+    pub(crate) prompt_tokens: u32,
     /// Whether the index had all blocks of the rank at the placement.
-    is_index_complete: bool,
+    pub(crate) is_index_complete: bool,
     reported: AtomicBool,
 }
 
 impl Prediction {
     pub(crate) fn new(kind: Option<PromptKind>, prompt_tokens: u32, is_index_complete: bool) -> Self {
         Self { kind, prompt_tokens, is_index_complete, reported: AtomicBool::new(false) }
-    }
-
-    pub(crate) fn prompt_tokens(&self) -> u32 {
-        self.prompt_tokens
-    }
-
-    pub(crate) fn kind(&self) -> Option<PromptKind> {
-        self.kind
-    }
-
-    pub(crate) fn is_index_complete(&self) -> bool {
-        self.is_index_complete
     }
 
     /// Whether this is the first report.

@@ -50,10 +50,10 @@ pub struct KvAuditStatus {
     pub result: &'static str,
     /// Name of the [`AuditCause`](crate::ingest::AuditCause) of an inconclusive result.
     pub cause: Option<&'static str>,
-    /// Time since the end of the audit.
-    pub age: Duration,
-    /// Time since the last audit without a difference; absent before the first.
-    pub equal_age: Option<Duration>,
+    /// End of the audit, on the router's clock.
+    pub at: Timestamp,
+    /// End of the last audit without a difference; absent before the first.
+    pub equal_at: Option<Timestamp>,
     /// The last difference since the start of the reader.
     pub difference: Option<KvDifferenceStatus>,
 }
@@ -61,10 +61,10 @@ pub struct KvAuditStatus {
 /// A difference between index and engine.
 #[derive(Clone, Debug, PartialEq)]
 pub struct KvDifferenceStatus {
-    /// Time since it was found.
-    pub age: Duration,
-    /// Time since the last audit without a difference before it, after which it arose.
-    pub since: Option<Duration>,
+    /// Time at which it was found.
+    pub at: Timestamp,
+    /// End of the last audit without a difference before it, after which it arose.
+    pub since: Option<Timestamp>,
     /// Number of blocks that only the index had.
     pub stale_blocks: usize,
     /// Number of blocks that only the engine had.
@@ -75,47 +75,11 @@ pub struct KvDifferenceStatus {
     pub heal: &'static str,
 }
 
-/// Audit as its reader records it.
-#[derive(Clone, Debug)]
-pub(crate) struct AuditRecord {
-    pub(crate) result: &'static str,
-    pub(crate) cause: Option<&'static str>,
-    pub(crate) at: Timestamp,
-    pub(crate) equal_at: Option<Timestamp>,
-    pub(crate) difference: Option<DifferenceRecord>,
-}
-
-/// Difference as the reader records it.
-#[derive(Clone, Debug)]
-pub(crate) struct DifferenceRecord {
-    pub(crate) at: Timestamp,
-    pub(crate) since: Option<Timestamp>,
-    pub(crate) stale_blocks: usize,
-    pub(crate) missing_blocks: usize,
-    pub(crate) examples: Vec<BlockName>,
-    pub(crate) heal: &'static str,
-}
-
-impl AuditRecord {
-    fn status(self, now: Timestamp) -> KvAuditStatus {
-        let difference = self.difference.map(|found| KvDifferenceStatus {
-            age: now.since(found.at),
-            since: found.since.map(|since| now.since(since)),
-            stale_blocks: found.stale_blocks,
-            missing_blocks: found.missing_blocks,
-            examples: found.examples,
-            heal: found.heal,
-        });
-        let equal_age = self.equal_at.map(|at| now.since(at));
-        KvAuditStatus { result: self.result, cause: self.cause, age: now.since(self.at), equal_age, difference }
-    }
-}
-
 /// Number of ranks with a degraded stream.
 pub(crate) type DegradedSources = Arc<AtomicUsize>;
 
 /// State of one rank's source.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct SourceCell {
     facts: Mutex<SourceFacts>,
     connected: AtomicBool,
@@ -145,7 +109,7 @@ pub(crate) struct SourceCell {
 }
 
 /// State of a source.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct SourceFacts {
     /// Present for a rank with a source.
     endpoint: Option<Arc<str>>,
@@ -153,39 +117,16 @@ pub(crate) struct SourceFacts {
     pub(crate) unused: Option<String>,
     pub(crate) last_error: Option<String>,
     pub(crate) restore: Option<RestoreState>,
-    pub(crate) audit: Option<AuditRecord>,
+    pub(crate) audit: Option<KvAuditStatus>,
 }
 
 const PERMILLE: u32 = 1000;
 
 impl SourceCell {
     pub(crate) fn new(degraded: &DegradedSources) -> Self {
-        Self {
-            facts: Mutex::new(SourceFacts {
-                endpoint: None,
-                state: (StreamState::Live, None),
-                unused: None,
-                last_error: None,
-                restore: None,
-                audit: None,
-            }),
-            connected: AtomicBool::new(false),
-            caught_up: AtomicBool::new(false),
-            discount_permille: AtomicU32::new(0),
-            messages: AtomicU64::new(0),
-            applied: AtomicU64::new(0),
-            message_at: AtomicU64::new(0),
-            degraded: Arc::clone(degraded),
-            has_served: AtomicBool::new(false),
-            #[cfg(feature = "zmq")]
-            awaits_served: AtomicBool::new(false),
-            #[cfg(feature = "zmq")]
-            served: tokio::sync::Notify::new(),
-            #[cfg(feature = "zmq")]
-            emptied: tokio::sync::Notify::new(),
-            #[cfg(feature = "zmq")]
-            reader: tokio::sync::Mutex::new(()),
-        }
+        let mut cell = Self::default();
+        cell.degraded = Arc::clone(degraded);
+        cell
     }
 
     /// Scales `blocks` by the weight of its stream state.
@@ -254,7 +195,7 @@ impl SourceCell {
             messages: self.messages.load(Ordering::Relaxed),
             message_age: message_at.map(|at| now.since(at)),
             restore: facts.restore,
-            audit: facts.audit.clone().map(|audit| audit.status(now)),
+            audit: facts.audit.clone(),
         })
     }
 

@@ -6,7 +6,7 @@ use super::rank::RankEntry;
 use crate::protocol::{Timestamp, WorkerRank};
 
 /// Booked load and requests of one rank.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RankReport {
     /// The rank.
     pub rank: WorkerRank,
@@ -31,21 +31,6 @@ pub struct RankReport {
 }
 
 impl RankReport {
-    pub(crate) fn idle(rank: WorkerRank) -> Self {
-        Self {
-            rank,
-            active_requests: 0,
-            active_blocks: 0,
-            prefill_tokens: 0,
-            prefill_wait: Duration::ZERO,
-            held_blocks: 0,
-            placements: 0,
-            prompt_tokens: 0,
-            predicted_tokens: 0,
-            delivered_tokens: 0,
-        }
-    }
-
     /// Adds an entry of the rank, which has two while one is retiring. Returns whether the load is included: not while
     /// its board is being written.
     pub(crate) fn add(&mut self, entry: &RankEntry, now: Timestamp) -> bool {

@@ -51,7 +51,7 @@ fn audit(router: &Router) -> Option<KvAuditStatus> {
 /// Waits for an audit that ends after this call with the result.
 async fn until_result(router: &Router, result: &str) {
     let called = Instant::now();
-    let is_new = |audit: KvAuditStatus| audit.result == result && audit.age < called.elapsed();
+    let is_new = |audit: KvAuditStatus| audit.result == result && router.now().since(audit.at) < called.elapsed();
     until(result, || audit(router).is_some_and(is_new)).await;
 }
 

@@ -1,5 +1,6 @@
 //! `[queue]`: waiting requests, their classes, order, shares and limits.
 
+use serde::de::value::{Error as ValueError, MapDeserializer};
 use serde::{Deserialize, Serialize};
 
 use super::table::settings;
@@ -182,18 +183,9 @@ impl QueueClass {
     /// A class with nothing but a name.
     #[must_use]
     pub fn named(name: impl Into<String>) -> Self {
-        Self {
-            name: name.into(),
-            family: None,
-            bucket: None,
-            order: QueueOrder::default(),
-            quantum_tokens: quantum_tokens(),
-            busy_prefill_tokens: None,
-            busy_prefill_frac: None,
-            requests_max_per_rank: None,
-            raw_tokens_max_per_rank: None,
-            cached_tokens_max_per_rank: None,
-        }
+        let only = MapDeserializer::new(std::iter::once(("name", name.into())));
+        let class: Result<_, ValueError> = Self::deserialize(only);
+        class.expect("all other fields have defaults")
     }
 
     /// Whether a rank can be busy for it, so that its requests may have to wait.

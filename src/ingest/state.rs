@@ -16,9 +16,10 @@ use crate::wire::Finding;
 /// assert_eq!(StreamState::Recovering.name(), "recovering");
 /// assert!(StreamState::Recovering.credit() < StreamState::Cold.credit());
 /// ```
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum StreamState {
     /// Every published message is applied.
+    #[default]
     Live,
     /// Messages are missing or unverified, and have been requested.
     Recovering,

@@ -17,7 +17,7 @@ pub(super) struct PredictorRanks {
 }
 
 /// Rank entry of the predictor.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct PredictorRank {
     pub(super) rank: WorkerRank,
     pub(super) generation: Generation,
@@ -90,19 +90,7 @@ impl PredictorRanks {
 
 impl PredictorRank {
     pub(super) fn new(rank: WorkerRank, generation: Generation, capacity: Option<u64>, root: u32) -> Self {
-        Self {
-            rank,
-            generation,
-            capacity,
-            publishes: false,
-            root,
-            ends: BTreeMap::new(),
-            blocks: 0,
-            private_active: 0,
-            private: VecDeque::new(),
-            private_released: 0,
-            unseen_blocks: 0,
-        }
+        Self { rank, generation, capacity, root, ..Self::default() }
     }
 
     /// Number of blocks above the modelled capacity.

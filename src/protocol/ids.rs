@@ -69,7 +69,7 @@ impl Slot {
 /// assert_eq!(rank.to_string(), "7/1");
 /// assert!(rank > WorkerRank::new(WorkerId(7), 0));
 /// ```
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct WorkerRank {
     /// The worker.
     pub worker: WorkerId,

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
+use serde::de::value::{Error as ValueError, MapDeserializer};
 use serde::{Deserialize, Serialize};
 
 use super::{WorkerId, WorkerRank};
@@ -319,33 +320,9 @@ impl WorkerConfig {
     /// A single-rank worker at `endpoint`, with defaults otherwise.
     #[must_use]
     pub fn at(endpoint: impl Into<String>) -> Self {
-        Self {
-            endpoint: endpoint.into(),
-            data_parallel_start_rank: 0,
-            data_parallel_size: 1,
-            max_num_batched_tokens: None,
-            total_kv_blocks: None,
-            block_size: None,
-            max_model_len: None,
-            role: None,
-            taints: BTreeSet::new(),
-            lora_adapters: BTreeSet::new(),
-            stable_routing_id: None,
-            topology_domains: BTreeMap::new(),
-            kv_transfer_domain: None,
-            kv_transfer_enforcement: KvTransferEnforcement::default(),
-            kv_transfer_preferred_weight: None,
-            transfer_port: None,
-            engine: None,
-            is_eagle: None,
-            kv_events: None,
-            kv_events_by_rank: BTreeMap::new(),
-            load: None,
-            health_path: health_path(),
-            api_key_file: None,
-            unreported: BTreeMap::new(),
-            drain: false,
-        }
+        let only = MapDeserializer::new(std::iter::once(("endpoint", endpoint.into())));
+        let config: Result<_, ValueError> = Self::deserialize(only);
+        config.expect("all other fields have defaults")
     }
 
     /// The worker's ranks, lowest first. Call on a validated configuration.

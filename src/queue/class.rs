@@ -23,7 +23,7 @@ use super::key::{OrderKey, QueueEntry};
 use super::limits::{Backpressure, Drain, LimitKind};
 use super::share::{Share, TenantPosition};
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Class {
     pub(super) name: Arc<str>,
     pub(super) drain: Drain,
@@ -44,18 +44,7 @@ pub(super) struct Class {
 
 impl Class {
     pub(super) fn new(settings: &QueueClass) -> Self {
-        Self {
-            name: settings.name.as_str().into(),
-            drain: Drain::default(),
-            shares: BTreeMap::new(),
-            order: BTreeSet::new(),
-            clock_tokens: 0,
-            lanes: BTreeMap::new(),
-            lane_count: 0,
-            arrivals: BTreeSet::new(),
-            raw_tokens: 0,
-            cached_tokens: 0,
-        }
+        Self { name: settings.name.as_str().into(), ..Self::default() }
     }
 
     pub(super) fn insert(&mut self, lane: LaneKey, key: OrderKey, entry: &QueueEntry) {

@@ -144,7 +144,7 @@ impl Decoder {
         report: &mut Report,
     ) -> Result<(), Finding> {
         let start = *cursor;
-        let mut event = WireEvent::new();
+        let mut event = WireEvent::default();
         match event.read(cursor, &self.config.limits, &mut self.lists) {
             Ok(()) => {
                 if self.config.is_eagle && event.token_form == TokenForm::Ids {

@@ -8,12 +8,13 @@ use super::msgpack::{Cursor, MsgpackItem};
 use super::{DecoderLimits, Finding};
 
 /// Event type.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Tag {
     Stored,
     Removed,
     Cleared,
     /// Declared by the engine as an event without effect.
+    #[default]
     Ignored,
 }
 
@@ -156,7 +157,7 @@ impl Lists {
 }
 
 /// Fields of one event without its lists; `None` for absent fields.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct WireEvent<'a> {
     pub(super) tag: Tag,
     has_hashes: bool,
@@ -187,31 +188,6 @@ pub(super) struct WireEvent<'a> {
 }
 
 impl<'a> WireEvent<'a> {
-    /// An event without fields.
-    pub(super) fn new() -> Self {
-        Self {
-            tag: Tag::Ignored,
-            has_hashes: false,
-            parent: None,
-            token_form: TokenForm::None,
-            block_size: None,
-            lookahead: None,
-            lora_id: None,
-            lora_name: None,
-            cache_salt: None,
-            extra_keys: None,
-            odd_keys: [None; 2],
-            medium: None,
-            group_idx: None,
-            spec_kind: None,
-            spec_window: None,
-            locality: None,
-            bad_hashes: 0,
-            has_bad_token: false,
-            misplaced: 0,
-        }
-    }
-
     /// Parses an event and its lists in place: the struct is large, and most events are short.
     ///
     /// # Errors
@@ -252,7 +228,7 @@ impl<'a> WireEvent<'a> {
     /// too.
     #[cold]
     pub(super) fn skimmed_removal(mut cursor: Cursor<'a>, limits: &DecoderLimits) -> Option<Self> {
-        let mut event = Self::new();
+        let mut event = Self::default();
         let head = cursor.item().ok()?;
         let (MsgpackItem::Array(len) | MsgpackItem::Map(len)) = head else { return None };
         for position in 0..len {

@@ -210,7 +210,7 @@ mod tests {
     const BLOCK_SIZE: NonZeroU32 = NonZeroU32::new(4).expect("not zero");
 
     fn event(group: impl Into<Option<u64>>, kind: Option<&[u8]>) -> WireEvent<'_> {
-        let mut event = WireEvent::new();
+        let mut event = WireEvent::default();
         (event.tag, event.group_idx, event.spec_kind, event.spec_window) = (Tag::Stored, group.into(), kind, Some(9));
         event
     }

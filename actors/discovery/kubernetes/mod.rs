@@ -161,7 +161,7 @@ impl KubernetesPods {
         let watches = self.watches.as_ref()?;
         let targets = watches.targets(&self.selection)?;
         let ports = PodPorts { targets, kv_events: self.kv_events_port, kv_replay: self.kv_replay_port };
-        let pods = watches.pods.as_ref()?.set().objects();
+        let pods = watches.pods.as_ref()?.set.objects();
         let found = workers_of_pods(pods.values(), &ports);
         Some(Wanted { found, draining: draining_workers(pods.values(), &ports.targets) })
     }
@@ -356,7 +356,7 @@ impl Watches {
     /// Target ports, once ports and pods are known. Unknown after a change of the selector, until the new list is
     /// complete.
     fn targets(&self, selection: &PodSelection) -> Option<Vec<u16>> {
-        self.pods.as_ref().filter(|pods| pods.is_current())?;
+        self.pods.as_ref().filter(|pods| pods.is_current)?;
         match selection {
             PodSelection::Labels { ports, .. } => Some(ports.clone()),
             PodSelection::InferencePool(_) => Some(self.last_pool.as_ref()?.ports.clone()),
@@ -364,18 +364,18 @@ impl Watches {
     }
 
     fn error(&self) -> Option<DiscoveryError> {
-        let of_pods = || self.pods.as_ref()?.error().cloned();
+        let of_pods = || self.pods.as_ref()?.error.clone();
         let Some(pool) = &self.pool else { return of_pods() };
-        let of_pool = pool.error().cloned().or_else(|| match pool.set().objects().values().next() {
+        let of_pool = pool.error.clone().or_else(|| match pool.set.objects().values().next() {
             Some(Err(reason)) => Some(DiscoveryError::Other(reason.clone())),
-            None if pool.is_current() => Some(DiscoveryError::Other(format!("{} does not exist", pool.resource()))),
+            None if pool.is_current => Some(DiscoveryError::Other(format!("{} does not exist", pool.resource))),
             Some(Ok(_)) | None => None,
         });
         of_pool.or_else(of_pods)
     }
 
     fn state(&self) -> WatchState {
-        let pods = || self.pods.iter().flat_map(|pods| pods.set().objects().values());
+        let pods = || self.pods.iter().flat_map(|pods| pods.set.objects().values());
         let endpoints = pods().filter(|pod| pod.is_endpoint()).cloned().collect();
         let existing = pods().filter(|pod| !pod.has_ended).map(|pod| (pod.name.clone(), pod.uid.clone())).collect();
         WatchState { endpoints, existing, pool: self.last_pool.clone(), error: self.error() }
@@ -393,7 +393,7 @@ impl Watches {
             (None, Some(pods)) => pods.advance().await,
             (None, None) => std::future::pending().await,
         }
-        let pool = self.pool.as_ref().and_then(|pool| pool.set().objects().values().next());
+        let pool = self.pool.as_ref().and_then(|pool| pool.set.objects().values().next());
         let Some(Ok(facts)) = pool.cloned() else { return };
         let selector = self.last_pool.as_ref().map(|pool| &pool.selector);
         let is_new = selector != Some(&facts.selector);

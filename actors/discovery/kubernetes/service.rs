@@ -77,8 +77,8 @@ impl ServiceAddresses {
                     return Err(error);
                 }
             }
-            let Some(slices) = self.slices.as_ref().filter(|slices| slices.is_current()) else { continue };
-            let found: BTreeSet<IpAddr> = slices.set().objects().values().flatten().copied().collect();
+            let Some(slices) = self.slices.as_ref().filter(|slices| slices.is_current) else { continue };
+            let found: BTreeSet<IpAddr> = slices.set.objects().values().flatten().copied().collect();
             if self.returned.as_ref() != Some(&found) {
                 self.returned = Some(found.clone());
                 return Ok(found);
@@ -100,6 +100,6 @@ impl ServiceAddresses {
             }
         };
         slices.advance().await;
-        slices.error().cloned().map_or(Ok(()), Err)
+        slices.error.clone().map_or(Ok(()), Err)
     }
 }

@@ -26,16 +26,16 @@ pub(super) struct ObjectWatch<T> {
     api: Api<WatchedObject>,
     config: watcher::Config,
     /// Resource and namespace, for errors.
-    resource: String,
+    pub(super) resource: String,
     convert: fn(WatchedObject) -> T,
     events: Option<Events>,
-    set: ReflectedSet<T>,
+    pub(super) set: ReflectedSet<T>,
     /// Whether the set has been listed under this configuration.
-    is_current: bool,
+    pub(super) is_current: bool,
     delay: Duration,
     retry_at: Instant,
     /// Error since the last success.
-    error: Option<DiscoveryError>,
+    pub(super) error: Option<DiscoveryError>,
 }
 
 impl<T: PartialEq> ObjectWatch<T> {
@@ -47,22 +47,6 @@ impl<T: PartialEq> ObjectWatch<T> {
     ) -> Self {
         let (set, delay, retry_at) = (ReflectedSet::default(), DELAYS[0], Instant::now());
         Self { api, config, resource, convert, events: None, set, is_current: false, delay, retry_at, error: None }
-    }
-
-    pub(super) fn set(&self) -> &ReflectedSet<T> {
-        &self.set
-    }
-
-    pub(super) fn is_current(&self) -> bool {
-        self.is_current
-    }
-
-    pub(super) fn resource(&self) -> &str {
-        &self.resource
-    }
-
-    pub(super) fn error(&self) -> Option<&DiscoveryError> {
-        self.error.as_ref()
     }
 
     /// Begins again with a list under another configuration.

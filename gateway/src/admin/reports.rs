@@ -67,7 +67,8 @@ pub(super) async fn health(ModelAt(model): ModelAt) -> Json<Value> {
     let rank_health = router.rank_health().await.unwrap_or_default();
     let ranks = rank_health.iter().map(|rank| with_rank(views::rank_of(rank.rank), views::health(rank, router.now())));
     let kv_sources = router.kv_sources();
-    let kv_events = kv_sources.iter().map(|source| with_rank(views::rank_of(source.rank), views::kv_events(source)));
+    let kv_events =
+        kv_sources.iter().map(|source| with_rank(views::rank_of(source.rank), views::kv_events(source, router.now())));
     let discovery = router.discovery();
     Json(json!({
         "up": health.state.is_ok(),

@@ -52,7 +52,7 @@ impl Facts {
         let mut shown = json!({
             "rank": rank.rank,
             "health": self.health.get(&rank).map(|known| health(known, self.now)),
-            "kv_events": self.kv_events.get(&rank).map(kv_events),
+            "kv_events": self.kv_events.get(&rank).map(|source| kv_events(source, self.now)),
         });
         self.add_load(rank, &mut shown);
         shown
@@ -100,14 +100,15 @@ pub(super) fn health(health: &RankHealth, now: Timestamp) -> Value {
     json!({ "state": state, "reason": health.reason, "remaining_seconds": remaining_seconds })
 }
 
-pub(super) fn kv_events(source: &KvSourceStatus) -> Value {
+pub(super) fn kv_events(source: &KvSourceStatus, now: Timestamp) -> Value {
+    let age = |at: Timestamp| now.since(at).as_secs_f64();
     let audit = source.audit.as_ref().map(|audit| {
         let difference = audit.difference.as_ref().map(|found| {
             let blocks =
                 found.examples.iter().map(|(tier, name)| json!({ "tier": tier, "name": format!("{:016x}", name.0) }));
             json!({
-                "age_seconds": found.age.as_secs_f64(),
-                "since_seconds": found.since.map(|since| since.as_secs_f64()),
+                "age_seconds": age(found.at),
+                "since_seconds": found.since.map(age),
                 "stale_blocks": found.stale_blocks,
                 "missing_blocks": found.missing_blocks,
                 "blocks": blocks.collect::<Vec<_>>(),
@@ -117,8 +118,8 @@ pub(super) fn kv_events(source: &KvSourceStatus) -> Value {
         json!({
             "result": audit.result,
             "cause": audit.cause,
-            "age_seconds": audit.age.as_secs_f64(),
-            "equal_age_seconds": audit.equal_age.map(|age| age.as_secs_f64()),
+            "age_seconds": age(audit.at),
+            "equal_age_seconds": audit.equal_at.map(age),
             "difference": difference,
         })
     });
