@@ -49,8 +49,8 @@ pub use discovery::{KubernetesPods, ServiceAddresses};
 #[cfg(feature = "http")]
 pub use handle::PlacedBody;
 pub use handle::{
-    AddRequest, CacheHit, DisaggPlacement, Disaggregated, Health, OverlapScores, Placement, PrefillPlacement,
-    RankScores, RecordedDecision, Router, RouterBuilder, SharedCache, SharedCacheFailure, SharedSummary,
+    AddRequest, DisaggPlacement, Disaggregated, Health, OverlapScores, Placement, PrefillPlacement, RankScores,
+    RecordedDecision, Router, RouterBuilder, SharedCache, SharedCacheFailure, SharedSummary,
 };
 #[cfg(feature = "faults")]
 pub use handle::{Fault, Hang, InjectedPanic};

@@ -135,7 +135,6 @@ pub use discovery::{DiscoveryError, HttpUrl};
 pub use engine_load::{EngineLoadFact, EngineReading};
 pub use health::{HealthState, Outcome, RankHealth};
 pub use ingest::{Backoff, EngineContents, RestoreState, StreamState};
-pub use load::PrefillFacts;
 pub use membership::DiscoveryStatus;
 pub use queue::LimitKind;
 pub use record::{RecordCursor, RecordFile, RecordPart};
@@ -172,8 +171,8 @@ pub mod internals {
     pub use crate::actors::PlainEngineClient;
     #[cfg(feature = "runtime")]
     pub use crate::actors::{
-        CacheHit, DisaggPlacement, KvAuditStatus, KvDifferenceStatus, OverlapScores, PendingClass, RankScores,
-        RoutePhases, ShadowTotals, SharedCacheFailure, SharedSummary,
+        DisaggPlacement, KvAuditStatus, KvDifferenceStatus, OverlapScores, PendingClass, RankScores, RoutePhases,
+        ShadowTotals, SharedCacheFailure, SharedSummary,
     };
     #[cfg(feature = "faults")]
     pub use crate::actors::{FaultMoment, Hang, InjectedPanic};

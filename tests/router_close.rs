@@ -61,8 +61,7 @@ async fn every_call_ends_when_the_router_fails_with_a_hanging_shard() {
     let calls = async {
         tokio::join!(
             router.route(RouteRequest::new("stuck", Prompt::Tokens(&prompt))),
-            router.overlap_scores(query.clone(), false),
-            router.cache_hit_estimate(query),
+            router.overlap_scores(query, false),
             router.flush(),
             router.dump_events(),
             async {
@@ -73,11 +72,10 @@ async fn every_call_ends_when_the_router_fails_with_a_hanging_shard() {
     };
     let fail = async { router.inject(Fault::Supervisor) };
     let (answers, _) = tokio::time::timeout(HANG, async { tokio::join!(calls, fail) }).await.expect("no hang");
-    let (placed, scores, hits, flushed, dumped, applied) = answers;
+    let (placed, scores, flushed, dumped, applied) = answers;
     let failed = RouteError::from(Down::Failed);
     assert_eq!(placed.expect_err("the router is down"), failed);
     assert_eq!(scores.expect_err("the router is down"), failed);
-    assert_eq!(hits.expect_err("the router is down"), failed);
     assert_eq!(flushed.expect_err("the router is down"), FlushError::Down(Down::Failed));
     assert_eq!(dumped.expect_err("the router is down"), FlushError::Down(Down::Failed));
     assert_eq!(applied.expect_err("the event limit is reached"), Down::Failed);

@@ -5,9 +5,8 @@ use std::pin::Pin;
 use std::time::Duration;
 
 use pointsman::error::RouteError;
-use pointsman::internals::load::PrefillEstimator;
 use pointsman::protocol::{WorkerConfig, WorkerId};
-use pointsman::{Placement, PrefillFacts, Prompt, Rejection, RequestOptions, RouteRequest, Router, RouterConfig};
+use pointsman::{Placement, Prompt, Rejection, RequestOptions, RouteRequest, Router, RouterConfig};
 
 use crate::common::{assert_at_rest, config_with, tokens};
 
@@ -92,13 +91,4 @@ async fn requests_are_rejected_at_their_deadline() {
     assert_eq!(waiting(&router).await, 0);
     drop(busy);
     assert_at_rest(&router).await;
-}
-
-/// Estimates this duration for every prefill.
-pub(crate) struct Takes(pub(crate) Duration);
-
-impl PrefillEstimator for Takes {
-    fn estimate(&self, _: &PrefillFacts) -> Option<Duration> {
-        Some(self.0)
-    }
 }

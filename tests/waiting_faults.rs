@@ -4,13 +4,12 @@ use pointsman::internals::config::QueueConfig;
 use std::sync::Arc;
 use std::time::Duration;
 
-use pointsman::internals::load::PrefillEstimator;
 use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::test_support::rank;
-use pointsman::{Fault, PrefillFacts, Prompt, RouteRequest, Router, RouterConfig};
+use pointsman::{Fault, Prompt, RouteRequest, Router, RouterConfig};
 
 use crate::common::{assert_at_rest, config, loads, suppress_fault_reports, tokens};
-use crate::waiting::{self, Route, Takes};
+use crate::waiting::{self, Route};
 
 /// A prompt of 25 blocks keeps a rank busy, and only load changes end a wait.
 fn waits() -> RouterConfig {
@@ -28,8 +27,9 @@ async fn one_rank(config: RouterConfig) -> Router {
     Router::builder(config).worker(WorkerId(0), engine()).start().await.expect("valid")
 }
 
-async fn estimated(estimator: impl PrefillEstimator + 'static, config: RouterConfig) -> Router {
-    let builder = Router::builder(config).prefill_estimator(Arc::new(estimator));
+/// A router with an estimate for every prefill.
+async fn estimated(estimate: fn() -> Duration, config: RouterConfig) -> Router {
+    let builder = Router::builder(config).prefill_estimator(Arc::new(move |_, _, _| Some(estimate())));
     builder.worker(WorkerId(0), engine()).start().await.expect("valid")
 }
 
@@ -52,7 +52,7 @@ async fn a_prefill_completed_before_booking_frees_its_rank() {
 
 #[tokio::test]
 async fn load_decay_from_the_booking_ends_a_wait() {
-    let router = estimated(Takes(Duration::from_millis(50)), waits()).await;
+    let router = estimated(|| Duration::from_millis(50), waits()).await;
     let prompt = tokens(1, 25);
     let hang = router.hang(Fault::Sequence(rank(0))).expect("a rank");
     let first = under_way(&router, "a", &prompt).await;
@@ -68,7 +68,7 @@ async fn load_decay_from_the_booking_ends_a_wait() {
 async fn restored_prefills_continue_from_their_booking() {
     suppress_fault_reports();
     let router = estimated(
-        Takes(Duration::from_secs(2)),
+        || Duration::from_secs(2),
         RouterConfig { queue: QueueConfig { threshold: Some(0.0), ..waits().queue }, ..waits() },
     )
     .await;
@@ -88,18 +88,10 @@ async fn restored_prefills_continue_from_their_booking() {
     assert_at_rest(&router).await;
 }
 
-struct Panics;
-
-impl PrefillEstimator for Panics {
-    fn estimate(&self, _: &PrefillFacts) -> Option<Duration> {
-        std::panic::panic_any("an injected fault")
-    }
-}
-
 #[tokio::test]
 async fn a_panicking_estimator_loses_only_its_estimate() {
     suppress_fault_reports();
-    let router = estimated(Panics, config()).await;
+    let router = estimated(|| std::panic::panic_any("an injected fault"), config()).await;
     let placement = router.route(RouteRequest::new("a", Prompt::Tokens(&tokens(1, 4)))).await.expect("placed");
     assert_eq!(placement.expected_prefill_duration(), None);
     drop(placement);

@@ -128,8 +128,18 @@ impl RouterBuilder {
         self
     }
 
-    /// Replaces the model of `load.prefill_model` for expected prefill durations.
-    pub fn prefill_estimator(mut self, estimator: Arc<dyn PrefillEstimator>) -> Self {
+    /// Replaces the model of `load.prefill_model` for expected prefill durations: by the rank, the tokens to compute, and
+    /// the cached tokens before them. `None` for no estimate. Must not block.
+    ///
+    /// ```
+    /// use std::sync::Arc;
+    /// use std::time::Duration;
+    /// use pointsman::{Router, RouterConfig};
+    ///
+    /// let builder = Router::builder(RouterConfig::default());
+    /// builder.prefill_estimator(Arc::new(|_, tokens, _| Some(Duration::from_micros(4_000 + 90 * u64::from(tokens)))));
+    /// ```
+    pub fn prefill_estimator(mut self, estimator: Arc<PrefillEstimator>) -> Self {
         self.extensions.estimator = Some(estimator);
         self
     }

@@ -61,17 +61,6 @@ pub struct SharedSummary {
     pub error: Option<String>,
 }
 
-/// Cached part of one prompt on one rank.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct CacheHit {
-    /// The rank.
-    pub rank: WorkerRank,
-    /// Effective overlap in blocks; lower tiers have lower weights.
-    pub effective_overlap_blocks: f64,
-    /// Effective overlap in tokens, rounded.
-    pub cached_tokens: u32,
-}
-
 impl Router {
     /// Projected load of every rank with this request on it, in rank order.
     ///
@@ -136,21 +125,6 @@ impl Router {
             }
         });
         Ok(OverlapScores { ranks: ranks.collect(), shared_cache: shared_summary })
-    }
-
-    /// Effective overlap of each rank, in rank order, from tokens or hashes. Includes ranks without overlap.
-    ///
-    /// # Errors
-    /// See [`RouteError`].
-    pub async fn cache_hit_estimate(&self, request: RouteRequest<'_>) -> Result<Vec<CacheHit>, RouteError> {
-        let found = self.find_overlaps(&request, false).await?;
-        let (weights, block_size) = (self.config().index.tier_weights(), self.block_size());
-        let hits = self.every_rank(&found).into_iter().map(|(rank, _, overlap)| CacheHit {
-            rank,
-            effective_overlap_blocks: overlap.effective_blocks(weights),
-            cached_tokens: overlap.cached_tokens(weights, block_size),
-        });
-        Ok(hits.collect())
     }
 
     /// Waiting requests by class. Exact for all arrivals, departures and cancellations before this call.

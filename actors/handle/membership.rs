@@ -20,7 +20,7 @@ use crate::actors::views::worker::WorkerEntry;
 use crate::config::{EventMode, PoolRole, RouterConfig};
 use crate::error::{Down, MembershipError};
 use crate::membership::{DiscoveryStatus, MembershipInput};
-use crate::protocol::{BlockSizeOrigin, Timestamp, WorkerConfig, WorkerId, WorkerRank};
+use crate::protocol::{BlockSizeOrigin, Timestamp, WorkerConfig, WorkerId};
 use crate::select::RankConditions;
 
 /// Longest wait of a shutdown for the actors to stop.
@@ -148,16 +148,6 @@ impl Router {
     #[must_use]
     pub fn watch_workers(&self) -> watch::Receiver<Arc<[WorkerEntry]>> {
         self.views().fleet.subscribe()
-    }
-
-    /// The rank of a single-rank worker; `None` if the worker is not registered or has several ranks.
-    #[must_use]
-    pub fn unique_rank(&self, worker: WorkerId) -> Option<WorkerRank> {
-        let workers = self.workers();
-        match workers.iter().find(|known| known.worker == worker)?.ranks.as_slice() {
-            [rank] => Some(*rank),
-            _ => None,
-        }
     }
 
     /// Memory available to the process in bytes: that of the machine or the smallest limit of its cgroups. `None` if the

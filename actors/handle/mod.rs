@@ -39,7 +39,7 @@ pub use decisions::RecordedDecision;
 pub use disagg::{DisaggPlacement, Disaggregated, PrefillPlacement};
 #[cfg(feature = "faults")]
 pub use faults::{Fault, Hang};
-pub use inquiry::{CacheHit, OverlapScores, RankScores, SharedSummary};
+pub use inquiry::{OverlapScores, RankScores, SharedSummary};
 #[cfg(feature = "faults")]
 pub use message_faults::InjectedPanic;
 pub use placement::Placement;

@@ -45,9 +45,9 @@ async fn completion(gateway: &Gateway, prompt: &[u32]) -> u16 {
 
 /// Blocks of the prompt that the index has on each rank with any.
 async fn cached_tokens(router: &Router, prompt: &[u32]) -> Vec<(u64, u32)> {
-    let hits = router.cache_hit_estimate(RouteRequest::query(Prompt::Tokens(prompt))).await.expect("up");
-    let held = hits.into_iter().filter(|hit| hit.cached_tokens > 0);
-    held.map(|hit| (hit.rank.worker.0, hit.cached_tokens)).collect()
+    let scores = router.overlap_scores(RouteRequest::query(Prompt::Tokens(prompt)), false).await.expect("up");
+    let held = scores.ranks.into_iter().filter(|known| known.device_blocks > 0);
+    held.map(|known| (known.rank.worker.0, known.device_blocks * router.block_size())).collect()
 }
 
 fn placements(router: &Router) -> [u64; 2] {

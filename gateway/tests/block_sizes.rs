@@ -53,8 +53,8 @@ async fn completion(gateway: &Gateway, prompt: &[u32]) -> Json {
 }
 
 async fn cached_tokens(router: &Router, prompt: &[u32]) -> u32 {
-    let hits = router.cache_hit_estimate(RouteRequest::query(Prompt::Tokens(prompt))).await.expect("up");
-    hits.into_iter().map(|hit| hit.cached_tokens).max().unwrap_or_default()
+    let scores = router.overlap_scores(RouteRequest::query(Prompt::Tokens(prompt)), false).await.expect("up");
+    scores.ranks.iter().map(|known| known.device_blocks * router.block_size()).max().unwrap_or_default()
 }
 
 /// The first request is served, and the second turn of its conversation is a predicted hit.

@@ -8,44 +8,10 @@ use std::time::Duration;
 
 use crate::protocol::{Timestamp, WorkerRank};
 
-/// Inputs of a prefill duration estimate.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PrefillFacts {
-    /// The rank that would compute it.
-    pub rank: WorkerRank,
-    /// Tokens to compute.
-    pub new_tokens: u32,
-    /// Cached tokens before them, which attention reads.
-    pub cached_tokens: u32,
-    /// Number of prompts computed together, including this one. The router always passes 1.
-    pub batch: u32,
-}
-
-/// An embedder's model of its engines.
-///
-/// Called on the scheduler's strand, so it must return quickly and never block. Closures implement this trait.
-///
-/// ```
-/// use std::time::Duration;
-/// use pointsman::internals::load::PrefillEstimator;
-/// use pointsman::PrefillFacts;
-/// use pointsman::protocol::{WorkerId, WorkerRank};
-///
-/// let measured = |facts: &PrefillFacts| Some(Duration::from_micros(4_000 + 90 * u64::from(facts.new_tokens)));
-/// let rank = WorkerRank::new(WorkerId(1), 0);
-/// let facts = PrefillFacts { rank, new_tokens: 1_000, cached_tokens: 0, batch: 1 };
-/// assert_eq!(measured.estimate(&facts), Some(Duration::from_millis(94)));
-/// ```
-pub trait PrefillEstimator: Send + Sync {
-    /// Duration on an otherwise idle rank; `None` if the model has no estimate.
-    fn estimate(&self, facts: &PrefillFacts) -> Option<Duration>;
-}
-
-impl<F: Fn(&PrefillFacts) -> Option<Duration> + Send + Sync> PrefillEstimator for F {
-    fn estimate(&self, facts: &PrefillFacts) -> Option<Duration> {
-        self(facts)
-    }
-}
+/// An embedder's model of its engines: the duration of a prefill on an otherwise idle rank, by the rank, the tokens to
+/// compute, and the cached tokens before them, which attention reads. `None` if the model has no estimate. Called on the
+/// scheduler's strand, so it must return quickly and never block.
+pub type PrefillEstimator = dyn Fn(WorkerRank, u32, u32) -> Option<Duration> + Send + Sync;
 
 /// Prefill throughput of one rank in tokens per second, learned from its completed prefills.
 ///

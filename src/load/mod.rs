@@ -33,7 +33,7 @@ pub use bias::{LearnedBias, PredictionBias};
 pub use board::{BoardLoad, BoardSlot, BoardVersion};
 pub use changes::BoardChanges;
 pub use curve::PrefillCurve;
-pub use estimate::{LearnedRate, PrefillEstimator, PrefillFacts};
+pub use estimate::{LearnedRate, PrefillEstimator};
 pub use hint::PrefillLoadHint;
 pub use lengths::{LengthKeys, OutputLengths};
 pub use limits::PromptLimits;

@@ -9,7 +9,7 @@ use super::latency::prediction::duration;
 use super::rank::Rank;
 use super::search::Search;
 use super::{Decision, LatencyPrediction, LoadView, Target};
-use crate::load::{PrefillFacts, PrefillLoadHint, work_tokens};
+use crate::load::{PrefillLoadHint, work_tokens};
 
 impl<T, V: LoadView> Case<'_, T, V> {
     /// The decision for the rank at `position`, with what the `search` for the request has found.
@@ -85,9 +85,9 @@ impl<T, V: LoadView> Case<'_, T, V> {
         let is_latency = self.settings.is_in_seconds();
         let new_tokens = self.pending.request.prompt_tokens.saturating_sub(cached_tokens);
         if let Some(estimator) = &self.settings.extensions.estimator {
-            let facts = PrefillFacts { rank: rank.rank, new_tokens, cached_tokens, batch: 1 };
             // A panic in the embedder's code costs an estimate, not the scheduler.
-            let estimate = catch_unwind(AssertUnwindSafe(|| estimator.estimate(&facts))).ok().flatten();
+            let estimate = catch_unwind(AssertUnwindSafe(|| estimator(rank.rank, new_tokens, cached_tokens)));
+            let estimate = estimate.ok().flatten();
             if estimate.is_some() || !is_latency {
                 return estimate;
             }

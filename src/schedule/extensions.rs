@@ -17,7 +17,7 @@ pub struct Extensions {
     /// Filters of ranks beside the built-in ones.
     pub filters: RankFilters,
     /// Estimator of prefill durations in place of the learned speeds.
-    pub estimator: Option<Arc<dyn PrefillEstimator>>,
+    pub estimator: Option<Arc<PrefillEstimator>>,
     /// Whether the exact load of every rank is queried, also where bounds decide. For comparison with the shortlist:
     /// both place alike.
     #[cfg(any(test, feature = "test-support"))]

@@ -12,7 +12,7 @@ use pointsman::internals::protocol::{BookingId, Generation};
 use pointsman::protocol::{Timestamp, WorkerId, WorkerRank};
 use pointsman::test_support::{RequestOutcome, SampleRequest, SimulatedFleet, SimulatedRank, mix, rank};
 use pointsman::{
-    Constraints, Decision, Filter, LimitKind, Pin, PinMode, PrefillFacts, RankTraits, Rejection, SessionId,
+    Constraints, Decision, Filter, LimitKind, Pin, PinMode, RankTraits, Rejection, SessionId,
     internals::schedule::{Extensions, Input, LoadQuery, Purpose, ResolvedOptions, Target},
     internals::select::SharedHits,
 };
@@ -38,15 +38,6 @@ impl Dice {
 
     pub(crate) fn one_in(&mut self, n: u64) -> bool {
         self.below(n) == 0
-    }
-}
-
-/// Estimates a tenth of a second per thousand tokens.
-struct Steady;
-
-impl PrefillEstimator for Steady {
-    fn estimate(&self, facts: &PrefillFacts) -> Option<Duration> {
-        Some(Duration::from_micros(u64::from(facts.new_tokens) * 100))
     }
 }
 
@@ -92,7 +83,8 @@ impl World {
     pub(crate) fn new(seed: u64) -> Self {
         let mut dice = Dice::new(seed);
         let (config, queries_every_rank) = some_config(&mut dice);
-        let estimator = dice.one_in(3).then(|| Arc::new(Steady) as Arc<dyn PrefillEstimator>);
+        let steady = |_, new_tokens: u32, _| Some(Duration::from_micros(u64::from(new_tokens) * 100));
+        let estimator = dice.one_in(3).then(|| Arc::new(steady) as Arc<PrefillEstimator>);
         let mut fleet =
             SimulatedFleet::with(config, 0, Extensions { estimator, queries_every_rank, ..Extensions::default() });
         fleet.responds_at_once = false;
