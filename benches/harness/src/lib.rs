@@ -10,7 +10,7 @@
 //! - [`hold`]: a constant load on an embedded router for minutes, and its residue.
 //!
 //! Runs over time give a [`results::Run`], from which [`results`] computes the figures and warnings of one report.
-//! [`compare`] and [`suite`] compare policies and endpoints by it, [`page`] draws it. [`events`] measures the processing of
+//! [`compare`] and [`suite`] compare policies and endpoints by it. [`events`] measures the processing of
 //! KV events alone.
 //!
 //! The harness uses the router through its public API only.
@@ -27,7 +27,6 @@ pub mod fleet;
 pub mod hold;
 pub mod load;
 pub mod measure;
-pub mod page;
 mod progress;
 pub mod replay;
 pub mod results;

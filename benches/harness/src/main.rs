@@ -11,7 +11,6 @@ use pointsman_bench::drill::Drill;
 use pointsman_bench::events::Events;
 use pointsman_bench::hold::Hold;
 use pointsman_bench::load::Load;
-use pointsman_bench::page::Page;
 use pointsman_bench::replay::Replay;
 use pointsman_bench::simulate::Simulate;
 use pointsman_bench::suite::RunSuite;
@@ -43,8 +42,6 @@ enum Command {
     Hold(Hold),
     /// Send a workload to an endpoint with OpenAI's API over HTTP and report the responses
     Load(Box<Load>),
-    /// Create a self-contained HTML page of results with plots
-    Report(Page),
 }
 
 /// Returns whether a run ended because a reader of its output, such as `head`, closed the pipe.
@@ -64,7 +61,6 @@ fn main() -> ExitCode {
         Command::Drill(drill) => drill.run(io::stdout()),
         Command::Hold(hold) => held(&hold),
         Command::Load(load) => load.run(io::stdout(), io::stderr()),
-        Command::Report(page) => page.write(),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,
@@ -94,7 +90,7 @@ mod tests {
 
     #[test]
     fn json_is_a_switch_of_every_subcommand_with_figures() {
-        for command in Arguments::command().get_subcommands().filter(|command| command.get_name() != "report") {
+        for command in Arguments::command().get_subcommands() {
             let json = command.get_arguments().find(|argument| argument.get_id() == "json");
             let json = json.unwrap_or_else(|| panic!("{} lacks --json", command.get_name()));
             assert!(matches!(json.get_action(), ArgAction::SetTrue), "{}", command.get_name());

@@ -47,8 +47,6 @@ pub struct Facts {
     pub limits: Limits,
     /// Health of the client; none in a simulation.
     pub client: Option<ClientHealth>,
-    /// Whether the summary includes the data for plots.
-    pub series: bool,
 }
 
 /// Machine of a run.

@@ -4,12 +4,6 @@
 
 use crate::results::RankSample;
 
-/// Number of ranks: `ranks`, or more if samples contain higher numbers.
-pub(crate) fn ranks_of(ranks: u32, samples: &[RankSample]) -> usize {
-    let named = samples.iter().map(|sample| sample.rank as usize + 1).max().unwrap_or_default();
-    named.max(ranks as usize)
-}
-
 /// Requests of the most loaded rank divided by the mean of all ranks. Both are averaged over the time from `from_us` to
 /// `until_us` before the division.
 ///
@@ -21,14 +15,15 @@ pub(crate) fn ranks_of(ranks: u32, samples: &[RankSample]) -> usize {
 /// use pointsman_bench::results::RankSample;
 /// use pointsman_bench::results::load::max_over_mean;
 ///
-/// let sample = |at_us, rank, requests| RankSample { at_us, rank, requests, ..RankSample::default() };
+/// let sample = |at_us, rank, requests| RankSample { at_us, rank, requests };
 /// // Two ranks: 3 and 1 for 10 µs, then 1 and 1 for 10 µs. Fullest 2 on average, mean 1.5.
 /// let samples = [sample(0, 0, 3), sample(0, 1, 1), sample(10, 0, 1)];
 /// assert_eq!(max_over_mean(&samples, 2, 0, 20), Some(2.0 / 1.5));
 /// ```
 #[must_use]
 pub fn max_over_mean(samples: &[RankSample], ranks: u32, from_us: u64, until_us: u64) -> Option<f64> {
-    let mut requests = vec![0; ranks_of(ranks, samples)];
+    let named = samples.iter().map(|sample| sample.rank as usize + 1).max().unwrap_or_default();
+    let mut requests = vec![0; named.max(ranks as usize)];
     let (mut fullest, mut all, mut now_us) = (0_u128, 0_u128, from_us);
     let samples = samples.iter().map(|sample| (sample.at_us, Some(sample)));
     for (at_us, sample) in samples.chain([(until_us, None)]) {
@@ -53,7 +48,7 @@ mod tests {
     use super::*;
 
     fn sample((at_us, rank, requests): (u64, u32, u32)) -> RankSample {
-        RankSample { at_us, rank, requests, ..RankSample::default() }
+        RankSample { at_us, rank, requests }
     }
 
     /// Reference implementation, µs by µs.

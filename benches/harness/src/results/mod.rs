@@ -14,7 +14,6 @@ pub mod load;
 pub mod prediction;
 mod record;
 pub mod reporting;
-pub mod series;
 pub mod summary;
 pub(crate) mod table;
 pub(crate) mod text;
@@ -25,7 +24,6 @@ pub use facts::{Facts, Machine};
 pub use record::{RankSample, RequestRecord, Run, Warmup};
 pub(crate) use record::{write_figures, write_json};
 pub use reporting::Reporting;
-pub use series::Series;
 pub use summary::{SCHEMA_VERSION, Summary};
 pub use validity::{ClientHealth, Gate, Warning};
 

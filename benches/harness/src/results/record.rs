@@ -71,10 +71,6 @@ pub struct RankSample {
     pub rank: u32,
     /// Number of running and waiting requests.
     pub requests: u32,
-    /// Number of prompt tokens of all requests admitted since the start.
-    pub prompt_tokens_total: u64,
-    /// Number of those tokens that were cached.
-    pub cached_tokens_total: u64,
 }
 
 /// Writes one line of JSON.

@@ -28,9 +28,6 @@ pub struct Reporting {
     /// Maximum mean gap between tokens of a good answer, in ms
     #[arg(long, value_name = "MS", default_value_t = Limits::default().itl_ms, value_parser = positive_ms)]
     pub itl_limit_ms: f64,
-    /// Add the data for plots to the JSON: latency curves, and load and hit rates over time
-    #[arg(long)]
-    pub series: bool,
 }
 
 fn positive_ms(text: &str) -> Result<f64, String> {
@@ -62,7 +59,6 @@ impl Reporting {
             commit: facts::commit(),
             limits: self.limits(),
             client: None,
-            series: self.series,
         }
     }
 

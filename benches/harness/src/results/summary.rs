@@ -11,7 +11,7 @@ use xxhash_rust::xxh3::xxh3_64;
 use super::goodput::Goodput;
 use super::load::max_over_mean;
 use super::prediction::PredictionError;
-use super::{Distribution, Facts, Machine, RequestRecord, Run, Series, Warning, share, validity, write_json};
+use super::{Distribution, Facts, Machine, RequestRecord, Run, Warning, share, validity, write_json};
 
 /// Version of the JSON form. Incremented when a figure changes its name or meaning, but not for additional figures.
 pub const SCHEMA_VERSION: u32 = 1;
@@ -95,9 +95,6 @@ pub struct Summary {
     pub machine: Machine,
     /// Commit of the build, or `unknown`; see [`super::facts::commit`].
     pub commit: String,
-    /// Data for plots, if requested.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub series: Option<Series>,
 }
 
 impl Summary {
@@ -143,7 +140,6 @@ impl Summary {
             command: facts.command.clone(),
             machine: facts.machine.clone(),
             commit: facts.commit.clone(),
-            series: facts.series.then(|| Series::of(run)),
         }
     }
 

@@ -203,7 +203,7 @@ impl<'a, T: Target> Driver<'a, T> {
             self.meet_target().await?;
         }
         for output in &outputs {
-            self.on_output(rank, output, block_size).await?;
+            self.on_output(output, block_size).await?;
         }
         if has_news {
             self.settle().await?;
@@ -213,11 +213,11 @@ impl<'a, T: Target> Driver<'a, T> {
         Ok(())
     }
 
-    async fn on_output(&mut self, rank: usize, output: &Output, block_size: u64) -> Result<(), Failed> {
+    async fn on_output(&mut self, output: &Output, block_size: u64) -> Result<(), Failed> {
         let number = output.id as usize;
         let Some(running) = &mut self.running[number] else { return Ok(()) };
         if running.decode.is_some() {
-            return self.on_prefilled(rank, output).await;
+            return self.on_prefilled(output).await;
         }
         let record = &mut self.records[number];
         record.output_tokens += 1;
@@ -226,7 +226,6 @@ impl<'a, T: Target> Driver<'a, T> {
             let is_whole = self.setup.disaggregation.is_none();
             if is_whole {
                 record.cached_tokens = Some(output.cached_tokens.into());
-                self.ranks[rank].count(record.prompt_tokens, output.cached_tokens.into());
             }
             if self.setup.is_streamed {
                 if is_whole {
@@ -255,12 +254,11 @@ impl<'a, T: Target> Driver<'a, T> {
     }
 
     /// The prefill booking ends with the leg, and the transfer starts.
-    async fn on_prefilled(&mut self, rank: usize, output: &Output) -> Result<(), Failed> {
+    async fn on_prefilled(&mut self, output: &Output) -> Result<(), Failed> {
         let number = output.id as usize;
         let Some(running) = &mut self.running[number] else { return Ok(()) };
         let record = &mut self.records[number];
         record.cached_tokens = Some(output.cached_tokens.into());
-        self.ranks[rank].count(record.prompt_tokens, output.cached_tokens.into());
         self.target.delivered(&mut running.handle, output.cached_tokens.into());
         let done = self.target.prefill_completed(&mut running.handle).await;
         done.map_err(refused::<T>("complete the prefill of", number))?;

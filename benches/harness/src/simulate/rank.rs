@@ -29,8 +29,6 @@ pub(super) struct FleetRank {
     owed: Work,
     /// Number of prompts in the backlog that will store this block.
     promised: AHashMap<EngineHash, u32>,
-    prompt_tokens_total: u64,
-    cached_tokens_total: u64,
 }
 
 /// Remaining work of one prompt in the backlog.
@@ -48,8 +46,6 @@ impl FleetRank {
             backlog: BTreeMap::new(),
             owed: Work::default(),
             promised: AHashMap::new(),
-            prompt_tokens_total: 0,
-            cached_tokens_total: 0,
         })
     }
 
@@ -114,12 +110,6 @@ impl FleetRank {
         self.step.take().map(|(_, step)| step)
     }
 
-    /// Counts an admitted prompt.
-    pub(super) fn count(&mut self, prompt_tokens: u64, cached_tokens: u64) {
-        self.prompt_tokens_total += prompt_tokens;
-        self.cached_tokens_total += cached_tokens;
-    }
-
     /// The oracle's estimate: time in µs to the first token of a prompt that is submitted now. [`crate::simulate`]
     /// documents the model.
     pub(super) fn first_token_us(&self, now_us: u64, prompt_tokens: u64, names: &[EngineHash]) -> u64 {
@@ -143,13 +133,7 @@ impl FleetRank {
 
     pub(super) fn sample(&self, at_us: u64, rank: u32) -> RankSample {
         let load = self.engine.load();
-        RankSample {
-            at_us,
-            rank,
-            requests: load.running + load.waiting,
-            prompt_tokens_total: self.prompt_tokens_total,
-            cached_tokens_total: self.cached_tokens_total,
-        }
+        RankSample { at_us, rank, requests: load.running + load.waiting }
     }
 
     /// Work of the backlog after the current step.

@@ -56,7 +56,7 @@ fn serve(setup: &Setup, workload: &Workload) -> Run {
 }
 
 fn summary(setup: &Setup, run: &Run) -> Summary {
-    let reporting = Arguments::parse_from(["test", "--series"]).simulate.reporting;
+    let reporting = Arguments::parse_from(["test"]).simulate.reporting;
     Summary::new(run, &setup.facts(&workload_of(Vec::new()), &reporting))
 }
 
@@ -105,9 +105,6 @@ fn every_request_ends_and_its_figures_are_consistent() {
 
     let last = run.rank_samples.chunk_by(|one, next| one.at_us == next.at_us).next_back().expect("sampled");
     assert_eq!(last.iter().map(|sample| sample.rank).collect::<Vec<_>>(), [0, 1, 2, 3, 4, 5]);
-    let cached: u64 = run.requests.iter().filter_map(|record| record.cached_tokens).sum();
-    assert!(last.iter().map(|sample| sample.cached_tokens_total).sum::<u64>() <= cached);
-    assert!(last.iter().any(|sample| sample.prompt_tokens_total > 0));
 }
 
 #[test]

@@ -41,9 +41,6 @@ pub struct RunSuite {
     /// Print all figures of all runs as one JSON object
     #[arg(long)]
     pub json: bool,
-    /// Add the data for plots to the JSON
-    #[arg(long)]
-    pub series: bool,
     /// Fail instead of printing a table if there are warnings
     #[arg(long)]
     pub strict: bool,
@@ -68,13 +65,12 @@ impl RunSuite {
         let progress = Progress::new(entries.len(), "workloads");
         let mut rows = Vec::new();
         for entry in entries {
-            let Some(mut simulate) = entry.simulate(self.trace.as_deref())? else {
+            let Some(simulate) = entry.simulate(self.trace.as_deref())? else {
                 writeln!(warnings_out, "{}: skipped, because it requires --trace", entry.name)?;
                 progress.add(1);
                 continue;
             };
             progress.name(&format!("now {}", entry.name));
-            simulate.reporting.series = self.series;
             let failed = |source| format!("workload {}: {source}", entry.name);
             let mut comparison = simulated(&simulate, &self.policies, &seeds, self.jobs).map_err(failed)?;
             progress.add(1);

@@ -21,7 +21,6 @@ pub(crate) fn facts() -> Facts {
         commit: "unknown".into(),
         limits: Limits::default(),
         client: None,
-        series: false,
     }
 }
 
@@ -34,8 +33,7 @@ fn thousand() -> Run {
 fn a_known_run_has_the_expected_figures() {
     let mut run = thousand();
     run.warmup_requests = 200;
-    let on =
-        |at_us, rank, requests| RankSample { at_us, rank, requests, prompt_tokens_total: 0, cached_tokens_total: 0 };
+    let on = |at_us, rank, requests| RankSample { at_us, rank, requests };
     run.rank_samples = vec![on(0, 0, 3), on(0, 1, 1)];
     let summary = Summary::new(&run, &facts());
     // Due from 2 s to 9.99 s, the last answer ends at 10.59 s.
