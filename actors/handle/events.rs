@@ -91,9 +91,8 @@ impl Router {
     /// ([`WorkerConfig::kv_events`](crate::protocol::WorkerConfig::kv_events)), in rank order.
     #[must_use]
     pub fn kv_sources(&self) -> Vec<KvSourceStatus> {
-        let now = self.edge().clock.now();
         let mut sources: Vec<KvSourceStatus> =
-            self.views().ranks.all().iter().filter_map(|entry| entry.source.status(entry.rank, now)).collect();
+            self.views().ranks.all().iter().filter_map(|entry| entry.source.status()).collect();
         sources.sort_by_key(|source| source.rank);
         sources
     }

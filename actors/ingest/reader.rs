@@ -231,7 +231,7 @@ impl Reader {
                         self.entry.source.facts().unused = self.shell.unused();
                     }
                     self.apply_message(sequence, events).await;
-                    self.entry.source.set_applied(sequence);
+                    self.entry.source.facts().applied = Some(sequence);
                 }
                 ReaderEffect::Clear => {
                     self.entry.source.facts().unused = None;
@@ -251,8 +251,10 @@ impl Reader {
                 }
             }
         }
-        self.entry.source.facts().restore = self.shell.source().restore();
-        self.entry.source.set_caught_up(self.shell.source().is_caught_up());
+        {
+            let (source, mut facts) = (self.shell.source(), self.entry.source.facts());
+            (facts.restore, facts.caught_up) = (source.restore(), source.is_caught_up());
+        }
         self.entry.source.await_served(self.shell.source().awaits_served());
         if let Some(size) = self.shell.source().block_size().filter(|size| Some(*size) != self.reported_size) {
             self.reported_size = Some(size);

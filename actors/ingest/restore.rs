@@ -37,7 +37,7 @@ impl Reader {
         self.auditor.abort();
         self.entry.source.start_over();
         self.show(None);
-        self.entry.source.set_applied(position.next - 1);
+        self.entry.source.facts().applied = Some(position.next - 1);
         self.on_note(Note::Restored);
         let (worker, rank, next) = (&*self.entry.endpoint, self.entry.rank.rank, position.next);
         tracing::debug!(worker, rank, blocks, next, "index contents restored from a snapshot");

@@ -116,7 +116,7 @@ impl SupervisorState {
             board: Arc::default(),
             speed: Arc::default(),
             holdings: Arc::default(),
-            source: Arc::new(SourceCell::new(&self.dependencies.views.ranks.degraded)),
+            source: Arc::new(SourceCell::new(rank, &self.dependencies.views.ranks.degraded)),
             engine_load: Arc::default(),
             peers: Arc::default(),
             failing: AtomicBool::new(false),

@@ -4,15 +4,14 @@
 //! scaling an overlap costs one relaxed load while every source is trusted. Only the rank's ingest writes the cell. The
 //! cell of a rank whose events come from the embedder is never written and counts as trusted.
 
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
 
 use crate::ingest::{BlockName, DegradationReason, RestoreState, StreamState};
 use crate::protocol::{Timestamp, WorkerRank};
 
 /// State of one rank's KV event stream.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct KvSourceStatus {
     /// The rank.
     pub rank: WorkerRank,
@@ -35,8 +34,8 @@ pub struct KvSourceStatus {
     pub applied: Option<u64>,
     /// Messages received, replayed ones included.
     pub messages: u64,
-    /// Time since the last message; absent before the first.
-    pub message_age: Option<Duration>,
+    /// Time of the last message, on the router's clock; absent before the first.
+    pub message_at: Option<Timestamp>,
     /// Progress of the restore from a snapshot; absent without one.
     pub restore: Option<RestoreState>,
     /// Last comparison of the index with the engine's cache; absent before the first.
@@ -81,16 +80,10 @@ pub(crate) type DegradedSources = Arc<AtomicUsize>;
 /// State of one rank's source.
 #[derive(Debug, Default)]
 pub(crate) struct SourceCell {
-    facts: Mutex<SourceFacts>,
-    connected: AtomicBool,
-    caught_up: AtomicBool,
+    /// The report; its endpoint is empty for a rank without a source.
+    facts: Mutex<KvSourceStatus>,
     /// Discount on the overlap, in thousandths.
     discount_permille: AtomicU32,
-    messages: AtomicU64,
-    /// Message number plus one; 0 before the first.
-    applied: AtomicU64,
-    /// Timestamp plus one; 0 before the first message.
-    message_at: AtomicU64,
     degraded: DegradedSources,
     /// Whether the engine has computed a prompt of at least one block.
     has_served: AtomicBool,
@@ -108,24 +101,12 @@ pub(crate) struct SourceCell {
     reader: tokio::sync::Mutex<()>,
 }
 
-/// State of a source.
-#[derive(Debug, Default)]
-pub(crate) struct SourceFacts {
-    /// Present for a rank with a source.
-    endpoint: Option<Arc<str>>,
-    state: (StreamState, Option<DegradationReason>),
-    pub(crate) unused: Option<String>,
-    pub(crate) last_error: Option<String>,
-    pub(crate) restore: Option<RestoreState>,
-    pub(crate) audit: Option<KvAuditStatus>,
-}
-
 const PERMILLE: u32 = 1000;
 
 impl SourceCell {
-    pub(crate) fn new(degraded: &DegradedSources) -> Self {
+    pub(crate) fn new(rank: WorkerRank, degraded: &DegradedSources) -> Self {
         let mut cell = Self::default();
-        cell.degraded = Arc::clone(degraded);
+        (cell.facts().rank, cell.degraded) = (rank, Arc::clone(degraded));
         cell
     }
 
@@ -168,39 +149,23 @@ impl SourceCell {
     /// State of the stream; `None` for a rank without a source.
     pub(crate) fn state(&self) -> Option<StreamState> {
         let facts = self.facts();
-        facts.endpoint.is_some().then_some(facts.state.0)
+        (!facts.endpoint.is_empty()).then_some(facts.state)
     }
 
     /// Whether the index contains every block that the engine has announced, according to its source. True if the
     /// embedder supplies the events.
     pub(crate) fn is_complete(&self) -> bool {
-        self.state().is_none_or(|state| state == StreamState::Live && self.caught_up.load(Ordering::Relaxed))
+        let facts = self.facts();
+        facts.endpoint.is_empty() || facts.state == StreamState::Live && facts.caught_up
     }
 
     /// Report on the rank's source; `None` without one.
-    pub(crate) fn status(&self, rank: WorkerRank, now: Timestamp) -> Option<KvSourceStatus> {
-        let facts = self.facts();
-        let (endpoint, (state, reason)) = (facts.endpoint.as_ref()?, facts.state);
-        let message_at = self.message_at.load(Ordering::Relaxed).checked_sub(1).map(Timestamp);
-        Some(KvSourceStatus {
-            rank,
-            endpoint: endpoint.to_string(),
-            connected: self.connected.load(Ordering::Relaxed),
-            caught_up: self.caught_up.load(Ordering::Relaxed),
-            state,
-            reason: reason.map(|reason| reason.to_string()),
-            unused: facts.unused.clone(),
-            last_error: facts.last_error.clone(),
-            applied: self.applied.load(Ordering::Relaxed).checked_sub(1),
-            messages: self.messages.load(Ordering::Relaxed),
-            message_age: message_at.map(|at| now.since(at)),
-            restore: facts.restore,
-            audit: facts.audit.clone(),
-        })
+    pub(crate) fn status(&self) -> Option<KvSourceStatus> {
+        Some(self.facts().clone()).filter(|facts| !facts.endpoint.is_empty())
     }
 
     /// The facts, which the ingest of the rank alone changes.
-    pub(crate) fn facts(&self) -> MutexGuard<'_, SourceFacts> {
+    pub(crate) fn facts(&self) -> MutexGuard<'_, KvSourceStatus> {
         self.facts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -210,13 +175,13 @@ impl SourceCell {
 impl SourceCell {
     /// Begins reading from `endpoint`, with an empty state.
     pub(crate) fn begin(&self, endpoint: &str) {
-        self.facts().endpoint = Some(endpoint.into());
+        endpoint.clone_into(&mut self.facts().endpoint);
         self.start_over();
     }
 
     /// Ends the source. From here on the embedder supplies the events.
     pub(crate) fn end(&self) {
-        self.facts().endpoint = None;
+        self.facts().endpoint.clear();
         self.forget();
     }
 
@@ -239,9 +204,8 @@ impl SourceCell {
         self.set_connected(false);
         {
             let mut facts = self.facts();
-            (facts.restore, facts.audit, facts.unused) = (None, None, None);
+            (facts.restore, facts.audit, facts.unused, facts.applied) = (None, None, None, None);
         }
-        self.applied.store(0, Ordering::Relaxed);
         self.set_state(StreamState::Recovering, None);
     }
 
@@ -253,8 +217,8 @@ impl SourceCell {
     }
 
     pub(crate) fn set_connected(&self, connected: bool) {
-        self.connected.store(connected, Ordering::Relaxed);
-        self.caught_up.fetch_and(connected, Ordering::Relaxed);
+        let mut facts = self.facts();
+        (facts.connected, facts.caught_up) = (connected, facts.caught_up && connected);
     }
 
     pub(crate) fn await_served(&self, awaits_served: bool) {
@@ -271,17 +235,9 @@ impl SourceCell {
         self.emptied.notified().await;
     }
 
-    pub(crate) fn set_caught_up(&self, caught_up: bool) {
-        self.caught_up.store(caught_up, Ordering::Relaxed);
-    }
-
     pub(crate) fn count_message(&self, now: Timestamp) {
-        self.messages.fetch_add(1, Ordering::Relaxed);
-        self.message_at.store(now.0.saturating_add(1), Ordering::Relaxed);
-    }
-
-    pub(crate) fn set_applied(&self, sequence: u64) {
-        self.applied.store(sequence.saturating_add(1), Ordering::Relaxed);
+        let mut facts = self.facts();
+        (facts.messages, facts.message_at) = (facts.messages + 1, Some(now));
     }
 
     pub(crate) fn set_state(&self, state: StreamState, reason: Option<DegradationReason>) {
@@ -292,7 +248,8 @@ impl SourceCell {
             (1.., 0) => drop(self.degraded.fetch_sub(1, Ordering::Relaxed)),
             _ => {}
         }
-        self.facts().state = (state, reason);
+        let mut facts = self.facts();
+        (facts.state, facts.reason) = (state, reason.map(|reason| reason.to_string()));
     }
 }
 

@@ -133,7 +133,7 @@ pub(super) fn kv_events(source: &KvSourceStatus, now: Timestamp) -> Value {
         "last_error": source.last_error,
         "last_sequence_number": source.applied,
         "messages_total": source.messages,
-        "message_age_seconds": source.message_age.map(|age| age.as_secs_f64()),
+        "message_age_seconds": source.message_at.map(age),
         "restore": source.restore.map(|restore| restore.name()),
         "audit": audit,
     })

@@ -7,7 +7,7 @@ use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use pointsman::protocol::WorkerRank;
+use pointsman::protocol::{Timestamp, WorkerRank};
 use pointsman::{DiscoveryStatus, EngineLoadFact, Health, KvSourceStatus, RankHealth, RankReport, Router, WorkerEntry};
 use tokio::time::{Instant, timeout};
 
@@ -64,6 +64,7 @@ struct Facts {
     engines: BTreeMap<WorkerRank, EngineLoadFact>,
     reports: BTreeMap<WorkerRank, RankReport>,
     router: Health,
+    now: Timestamp,
 }
 
 impl Facts {
@@ -76,6 +77,7 @@ impl Facts {
             engines: router.engine_loads().into_iter().filter_map(|(rank, load)| Some((rank, load?))).collect(),
             reports: router.rank_reports().into_iter().map(|report| (report.rank, report)).collect(),
             router: router.health(),
+            now: router.now(),
         }
     }
 
@@ -281,7 +283,7 @@ fn rank_state(facts: &Facts, assessed: Assessed<'_>, hits: &BTreeMap<WorkerRank,
             state: source.state.name().to_owned(),
             is_connected: source.connected,
             messages: source.messages,
-            message_age_seconds: source.message_age.map(|age| age.as_secs_f64()),
+            message_age_seconds: source.message_at.map(|at| facts.now.since(at).as_secs_f64()),
         }),
     }
 }

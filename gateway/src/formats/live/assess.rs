@@ -385,19 +385,11 @@ mod tests {
 
     fn events(connected: bool, state: StreamState, reason: Option<&str>) -> KvSourceStatus {
         KvSourceStatus {
-            rank: WorkerRank::new(WorkerId(1), 0),
             endpoint: "tcp://e:1".to_owned(),
             connected,
-            caught_up: connected,
             state,
             reason: reason.map(str::to_owned),
-            unused: None,
-            last_error: None,
-            applied: None,
-            messages: 0,
-            message_age: None,
-            restore: None,
-            audit: None,
+            ..KvSourceStatus::default()
         }
     }
 
