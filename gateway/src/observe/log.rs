@@ -10,10 +10,10 @@ use std::fs::File;
 use std::io::{self, Write};
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::time::Duration;
 
 use metrics::Counter;
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use tracing_subscriber::Layer as _;
 use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::layer::SubscriberExt as _;
@@ -24,7 +24,7 @@ use super::page::LOG_LINES_DROPPED;
 use crate::settings::{AccessLog, LogFormat};
 
 /// Queue length of one log.
-const LINES_MAX: usize = 4096;
+const LINES_MAX: u64 = 4096;
 
 /// Limit of the wait for queued lines at shutdown.
 const FLUSH_WAIT: Duration = Duration::from_secs(1);
@@ -89,9 +89,10 @@ pub(crate) struct Logs {
 impl Logs {
     /// Waits at most one second per log until all lines so far are written. Blocking; not for async threads.
     pub(crate) fn flush(&self) {
-        // Lines that could not be written in time have no reader.
-        let _ = self.access.as_ref().map(|log| log.flush());
-        let _ = self.log.flush();
+        for log in self.access.iter().chain([&self.log]) {
+            // Lines that could not be written in time have no reader.
+            let _ = log.flush();
+        }
     }
 }
 
@@ -113,54 +114,82 @@ pub(crate) fn write_problems(format: LogFormat, problems: &str) {
 
 /// A running log, to which lines are written without waiting.
 struct Log {
-    entries: SyncSender<Entry>,
+    shared: Arc<Shared>,
     dropped: Counter,
 }
 
-enum Entry {
-    Line(Vec<u8>),
-    /// Acknowledges that all earlier entries are written; the receiver may be gone.
-    Flush(SyncSender<()>),
+#[derive(Default)]
+struct Shared {
+    queue: Mutex<Queue>,
+    /// Notified after a line into an empty queue.
+    added: Condvar,
+    /// Notified after a write.
+    written: Condvar,
+}
+
+/// Lines that are not written yet. The writer takes all of them at once.
+#[derive(Default)]
+struct Queue {
+    text: Vec<u8>,
+    /// Lines since the start.
+    added: u64,
+    written: u64,
 }
 
 impl Log {
     /// Starts a log that writes to `sink` on a thread of its own.
     fn to(sink: impl Write + Send + 'static) -> Arc<Self> {
-        let (entries, taken) = sync_channel(LINES_MAX);
-        let dropped = metrics::counter!(LOG_LINES_DROPPED.name);
-        // Without the thread every line is dropped and counted.
-        let lost = dropped.clone();
-        drop(std::thread::Builder::new().name("log".to_owned()).spawn(move || write(&taken, sink, &lost)));
-        Arc::new(Self { entries, dropped })
+        let (shared, dropped) = (Arc::<Shared>::default(), metrics::counter!(LOG_LINES_DROPPED.name));
+        // Without the thread every line beyond the queue is dropped and counted.
+        let (lines, lost) = (Arc::clone(&shared), dropped.clone());
+        drop(std::thread::Builder::new().name("log".to_owned()).spawn(move || write(&lines, sink, &lost)));
+        Arc::new(Self { shared, dropped })
     }
 
-    /// Waits at most one second until all lines so far are written. Blocking; not for async threads.
-    fn flush(&self) -> Result<(), RecvTimeoutError> {
-        let (written, flushed) = sync_channel(1);
-        self.entries.try_send(Entry::Flush(written)).map_err(|_| RecvTimeoutError::Timeout)?;
-        flushed.recv_timeout(FLUSH_WAIT)
+    /// Waits at most one second until all lines so far are written, and returns whether they are. Blocking; not for async
+    /// threads.
+    fn flush(&self) -> bool {
+        let mut queue = self.shared.queue.lock();
+        let added = queue.added;
+        let is_late = |queue: &mut Queue| queue.written < added;
+        !self.shared.written.wait_while_for(&mut queue, is_late, FLUSH_WAIT).timed_out()
     }
 }
 
-fn write(entries: &Receiver<Entry>, mut sink: impl Write, lost: &Counter) {
-    for entry in entries {
-        match entry {
-            // A gateway without a reader of its log continues to serve.
-            Entry::Line(line) => {
-                if sink.write_all(&line).is_err() {
-                    lost.increment(1);
-                }
+/// Writes the lines. A gateway without a reader of its log continues to serve.
+fn write(shared: &Shared, mut sink: impl Write, lost: &Counter) {
+    let mut text = Vec::new();
+    let mut queue = shared.queue.lock();
+    loop {
+        shared.added.wait_while(&mut queue, |queue| queue.text.is_empty());
+        std::mem::swap(&mut text, &mut queue.text);
+        let added = queue.added;
+        let lines = added - queue.written;
+        MutexGuard::unlocked(&mut queue, || {
+            if sink.write_all(&text).is_err() {
+                lost.increment(lines);
             }
-            Entry::Flush(written) => drop(written.try_send(())),
-        }
+            text.clear();
+        });
+        queue.written = added;
+        shared.written.notify_all();
     }
 }
 
 /// The formatter writes one line per call.
 impl Write for &Log {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
-        if self.entries.try_send(Entry::Line(line.to_vec())).is_err() {
+        let mut queue = self.shared.queue.lock();
+        if queue.added - queue.written >= LINES_MAX {
             self.dropped.increment(1);
+            return Ok(line.len());
+        }
+        let is_first = queue.text.is_empty();
+        queue.text.extend_from_slice(line);
+        queue.added += 1;
+        drop(queue);
+        if is_first {
+            self.shared.added.notify_one();
         }
         Ok(line.len())
     }
@@ -172,16 +201,14 @@ impl Write for &Log {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Mutex;
-
     use super::*;
 
     #[derive(Clone, Default)]
-    struct Shared(Arc<Mutex<Vec<u8>>>);
+    struct Sink(Arc<Mutex<Vec<u8>>>);
 
-    impl Write for Shared {
+    impl Write for Sink {
         fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-            self.0.lock().unwrap().extend_from_slice(bytes);
+            self.0.lock().extend_from_slice(bytes);
             Ok(bytes.len())
         }
 
@@ -192,16 +219,15 @@ mod tests {
 
     #[test]
     fn a_blocked_reader_does_not_block_writers() {
-        let sink = Shared::default();
-        let held = sink.0.lock().unwrap(); // writers wait here
+        let sink = Sink::default();
+        let held = sink.0.lock(); // writers wait here
         let log = Log::to(sink.clone());
         for _ in 0..3 * LINES_MAX {
             (&*log).write_all(b"line\n").unwrap();
         }
         drop(held);
         // Queued lines are written once the reader is back, and no others.
-        while log.flush().is_err() {}
-        let written = sink.0.lock().unwrap().len() / 5;
-        assert!((LINES_MAX..=LINES_MAX + 1).contains(&written), "{written}");
+        while !log.flush() {}
+        assert_eq!(sink.0.lock().len() as u64 / 5, LINES_MAX);
     }
 }
