@@ -27,6 +27,9 @@ use super::meters::TokenMeters;
 use super::reason::NoTokens;
 use super::template::{Clock, Templates};
 use crate::formats::openai::ChatParts;
+use words::Words;
+
+mod words;
 
 /// Number of special tokens combined with the samples.
 const SAMPLED_CUT_TEXTS_MAX: usize = 8;
@@ -37,6 +40,8 @@ const SAMPLES: [&str; 7] = ["plain text", " a space first", "\n\nlines\n", "  ",
 /// A tokenizer and its resources.
 pub(super) struct Local {
     tokenizer: Tokenizer,
+    /// The fast form of the tokenizer, if it has one.
+    words: Option<Words>,
     templates: Templates,
     pub(super) takes_inline_system: bool,
     /// Tokens added before and after plain text; `None` if they depend on the text.
@@ -82,6 +87,7 @@ impl Local {
         let (placeholders, lengths) = (Placeholders::of(&tokenizer, None), Arc::new(MediaLengths::new()));
         let (token_bytes_max, kept) = (token_bytes_max(&tokenizer), None);
         let mut local = Self {
+            words: Words::of(&tokenizer),
             tokenizer,
             templates,
             takes_inline_system,
@@ -191,7 +197,7 @@ impl Local {
         let from_cache = match &self.kept {
             Some(kept) => self.encode_kept(kept, text, &mut ids)?,
             None => {
-                ids.extend(whole(&self.tokenizer, text, false)?);
+                ids.extend(self.bare(text)?);
                 0
             }
         };
@@ -211,10 +217,10 @@ impl Local {
                 ids.extend_from_slice(&known);
                 continue;
             }
-            let Some(new) = part(&self.tokenizer, text, &chunk)? else {
+            let Some(new) = self.part(text, &chunk)? else {
                 // Not observed with any tokenizer: the token before the part is not recognized at its beginning.
                 ids.truncate(begin);
-                ids.extend(whole(&self.tokenizer, text, false)?);
+                ids.extend(self.bare(text)?);
                 return Ok(0);
             };
             if let Some(key) = key {
@@ -227,13 +233,32 @@ impl Local {
         Ok(from_cache)
     }
 
+    /// Tokens of a text without those around it.
+    fn bare(&self, text: &str) -> Result<Vec<u32>, NoTokens> {
+        match &self.words {
+            Some(words) => words.encode(&self.tokenizer, text).map_err(|_| NoTokens::TOKENIZER_ERROR),
+            None => whole(&self.tokenizer, text, false),
+        }
+    }
+
+    /// Tokens of a part; `None` if the token before it is not the expected one.
+    fn part(&self, text: &str, chunk: &Chunk) -> Result<Option<Vec<u32>>, NoTokens> {
+        let Some(cut_text) = chunk.after else { return self.bare(&text[chunk.at.clone()]).map(Some) };
+        let mut ids = self.bare(&text[cut_text.start..chunk.at.end])?;
+        if ids.first() != Some(&cut_text.id) {
+            return Ok(None);
+        }
+        ids.remove(0);
+        Ok(Some(ids))
+    }
+
     /// Tokenizes samples with and without cuts, as a defence against tokenizers that [`Cutter`] does not cover.
     fn cuts_are_safe(&self, cutter: &Cutter) -> bool {
         let cut_texts = &cutter.cut_texts[..cutter.cut_texts.len().min(SAMPLED_CUT_TEXTS_MAX)];
         cut_texts.iter().all(|cut_text| {
             SAMPLES.iter().all(|sample| {
                 let text = format!("{sample}{cut_text}{sample}{cut_text}{cut_text}\n{sample} {cut_text} {sample}");
-                let parts = cutter.chunks(&text, 1).into_iter().map(|chunk| part(&self.tokenizer, &text, &chunk));
+                let parts = cutter.chunks(&text, 1).into_iter().map(|chunk| self.part(&text, &chunk));
                 let parts: Result<Option<Vec<Vec<u32>>>, NoTokens> = parts.collect();
                 let whole = whole(&self.tokenizer, &text, false);
                 matches!((parts, whole), (Ok(Some(parts)), Ok(whole)) if parts.concat() == whole)
@@ -279,17 +304,6 @@ fn whole(tokenizer: &Tokenizer, text: &str, add_special_tokens: bool) -> Result<
     // The error may quote the text, so it is counted but not logged.
     let encoding = tokenizer.encode_fast(text, add_special_tokens).map_err(|_| NoTokens::TOKENIZER_ERROR)?;
     Ok(encoding.get_ids().to_vec())
-}
-
-/// Tokens of a part; `None` if the token before it is not the expected one.
-fn part(tokenizer: &Tokenizer, text: &str, chunk: &Chunk) -> Result<Option<Vec<u32>>, NoTokens> {
-    let Some(cut_text) = chunk.after else { return whole(tokenizer, &text[chunk.at.clone()], false).map(Some) };
-    let mut ids = whole(tokenizer, &text[cut_text.start..chunk.at.end], false)?;
-    if ids.first() != Some(&cut_text.id) {
-        return Ok(None);
-    }
-    ids.remove(0);
-    Ok(Some(ids))
 }
 
 /// Tokens that the tokenizer adds around a text, if equal for all samples.

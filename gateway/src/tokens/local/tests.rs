@@ -237,6 +237,7 @@ fn variant(file: &str, changes: &[(&str, &str)], chunk_bytes_min: usize, cache_b
         text = text.replace(from, to);
     }
     local.tokenizer = Tokenizer::from_bytes(text).unwrap();
+    local.words = Words::of(&local.tokenizer);
     local.keep(cache_bytes, chunk_bytes_min);
     local
 }
@@ -258,6 +259,13 @@ proptest! {
                 variant("tokenizer.json", &[(r#""add_prefix_space":false"#, r#""add_prefix_space":true"#)], 1, 1),
                 variant("tokenizer.json", &[(r#""normalizer":null"#, r#""normalizer":{"type":"NFC"}"#)], 1, 1),
                 variant("tokenizer.json", &[(r#""normalizer":null"#, r#""normalizer":{"type":"Prepend","prepend":"_"}"#)], 1, 1),
+                variant("tokenizer.json", &[(r#""normalizer":null"#, r#""normalizer":{"type":"Lowercase"}"#)], 1, 1),
+                variant("tokenizer.json", &[(r#""use_regex":false"#, r#""use_regex":true"#)], 1, 1),
+                variant("tokenizer.json", &[(r#""pretokenizers":["#, r#""pretokenizers":[{"type":"Split","pattern":{"Regex":"[\\s\\p{N}]+"},"behavior":"Isolated","invert":true},"#)], 1, 1),
+                variant("tokenizer.json", &[
+                    (r#""normalizer":null"#, r#""normalizer":{"type":"NFC"}"#),
+                    (r#"tool_call>","single_word":false,"lstrip":false,"rstrip":false,"normalized":false"#, r#"tool_call>","single_word":false,"lstrip":false,"rstrip":false,"normalized":true"#),
+                ], 1, 1),
                 variant("metaspace.json", &[], 1, 1),
                 variant("metaspace.json", &[("\"first\"", "\"always\"")], 1, 1),
                 variant("metaspace.json", &[("\"first\"", "\"never\"")], 1, 1),
@@ -267,6 +275,7 @@ proptest! {
             for (n, local) in variants.iter().enumerate() {
                 let cutter = Cutter::of(&local.tokenizer).expect("the tokenizer has cut points");
                 prop_assert!(local.is_cached(), "variant {}", n);
+                prop_assert_eq!(local.words.is_some(), ![1, 2, 9, 10, 11].contains(&n), "variant {}", n);
                 let cache = Mutex::new(Cache::new(cache_bytes));
                 let kept = Kept { cutter, keys: Keys::new(), cache, chunk_bytes_min };
                 for text in &texts {
