@@ -26,6 +26,9 @@ use crate::settings::{AccessLog, LogFormat, Settings, parse_level};
 /// Polling interval of the readiness for the service manager.
 const READY_INTERVAL: Duration = Duration::from_millis(100);
 
+/// Stack size of serving threads: chat templates recurse deeper than the default allows.
+const STACK_BYTES: usize = 8 << 20;
+
 /// Exit code for invalid input.
 const UNUSABLE: u8 = 2;
 
@@ -74,7 +77,7 @@ pub fn run(settings: Settings, load: LoadSettings) -> ExitCode {
 fn run_logged(settings: Settings, load: LoadSettings) -> Result<Ended, String> {
     let sockets = PassedSockets::of_process().map_err(|error| format!("passed sockets (LISTEN_FDS): {error}"))?;
     let level = parse_level(&settings.gateway.log_level).map_err(|error| format!("gateway.log_level: {error}"))?;
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();
+    let runtime = tokio::runtime::Builder::new_multi_thread().thread_stack_size(STACK_BYTES).enable_all().build();
     let runtime = runtime.map_err(|error| format!("no runtime: {error}"))?;
     // The log counts dropped lines, so the recorder is installed first.
     drop(Metrics::install(workers::page));

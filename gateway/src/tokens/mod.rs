@@ -1,7 +1,7 @@
 //! Tokens of prompts for routing.
 //!
 //! For one model, selects the source of tokens: the request, the local tokenizer, the engine, or none. Missing tokens
-//! never fail a request; it is routed by load alone. No tokenization runs on serving threads. The router hashes the
+//! never fail a request; it is routed by load alone. Only short texts are tokenized on serving threads. The router hashes the
 //! ids, which are dropped with the request except for those in `cache`.
 
 mod cache;
@@ -51,7 +51,7 @@ use reason::NoTokens;
 use recent::RecentCounts;
 pub use recent::RecentPrompts;
 pub use standalone::PromptTokenizer;
-use threads::{Job, Pool};
+use threads::{Job, Pool, here};
 
 named! {
 /// Source of the tokens.
@@ -393,9 +393,10 @@ impl Tokens {
         let job = self.job(chat::bytes(parts), context);
         let (local, parts, tokens_max) = (Arc::clone(local), parts.clone(), context.tokens_max);
         let (is_on, salt) = (self.names_media, context.cache_salt.filter(|salt| !salt.is_empty()).map(str::to_owned));
-        let conversation =
-            pool.run(job, move || local.conversation(&parts, Naming { is_on, salt: salt.as_deref() }, tokens_max));
-        conversation.await.map(|(ids, media)| (ids, media.unwrap_or_default(), TokenSource::Local))
+        let is_quick = local.is_quick(job.bytes);
+        let work = move || local.conversation(&parts, Naming { is_on, salt: salt.as_deref() }, tokens_max);
+        let conversation = if is_quick { here(work) } else { pool.run(job, work).await };
+        conversation.map(|(ids, media)| (ids, media.unwrap_or_default(), TokenSource::Local))
     }
 }
 
@@ -411,6 +412,9 @@ impl Tokens {
         local.check_length(text, context.tokens_max)?;
         if text.len() > chat::PROMPT_BYTES_MAX {
             return Err(NoTokens::TOO_LONG);
+        }
+        if local.is_quick(text.len()) {
+            return here(|| local.text(text));
         }
         let job = self.job(text.len(), context);
         let (local, text) = (Arc::clone(local), text.to_owned());

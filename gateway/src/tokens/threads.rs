@@ -162,6 +162,11 @@ impl Pool {
     }
 }
 
+/// Runs the work on this thread.
+pub(super) fn here<T>(work: impl FnOnce() -> Result<T, NoTokens>) -> Result<T, NoTokens> {
+    catch_unwind(AssertUnwindSafe(work)).unwrap_or(Err(NoTokens::PANICKED))
+}
+
 impl Drop for Pool {
     fn drop(&mut self) {
         self.0.queue.lock().is_closed = true;
@@ -269,8 +274,8 @@ mod tests {
     #[tokio::test]
     async fn a_panic_affects_no_other_task() {
         let pool = Pool::start(1).unwrap();
-        let defect = pool.run(SHORT, || -> Result<(), NoTokens> { panic!("a defect") }).await;
-        assert_eq!(defect, Err(NoTokens::PANICKED));
+        let defect = || -> Result<(), NoTokens> { panic!("a defect") };
+        assert_eq!((pool.run(SHORT, defect).await, here(defect)), (Err(NoTokens::PANICKED), Err(NoTokens::PANICKED)));
         assert_eq!(pool.run(SHORT, || Ok(7)).await, Ok(7));
     }
 

@@ -1,7 +1,7 @@
 //! Local tokenizer of a model, with its chat templates and the cache of earlier texts.
 //!
 //! Tokens are equal with and without the cache: texts are only cut at valid points, and a tokenizer that fails a test
-//! on samples runs uncached. Calls take milliseconds on the calling thread: see [`pool`](super::threads).
+//! on samples runs uncached. Calls for long texts take milliseconds on the calling thread: see [`pool`](super::threads).
 
 use std::path::Path;
 use std::sync::Arc;
@@ -30,6 +30,9 @@ use crate::formats::openai::ChatParts;
 use words::Words;
 
 mod words;
+
+/// Maximum length of a text whose fast tokenization costs less than the change to another thread and back.
+const QUICK_BYTES_MAX: usize = 4 << 10;
 
 /// Number of special tokens combined with the samples.
 const SAMPLED_CUT_TEXTS_MAX: usize = 8;
@@ -124,6 +127,11 @@ impl Local {
     #[cfg(test)]
     pub(super) fn into_tokenizer(self) -> Tokenizer {
         self.tokenizer
+    }
+
+    /// Whether texts of this length are tokenized on the threads of requests.
+    pub(super) fn is_quick(&self, bytes: usize) -> bool {
+        self.words.is_some() && bytes <= QUICK_BYTES_MAX
     }
 
     /// Whether the cache is in use.
