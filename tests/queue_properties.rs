@@ -360,7 +360,6 @@ impl Pair {
         assert_eq!(lanes, expected);
         for row in &self.model.rows {
             assert_eq!((self.queue.get(row.id), self.queue.entry(row.id)), (Some(&(row.id * 10)), Some(&row.entry)));
-            assert!(!self.queue.is_lane_empty(ClassId(row.class as u32), row.lane));
         }
     }
 }

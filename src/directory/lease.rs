@@ -63,8 +63,10 @@ pub struct Lease {
     freed: AtomicBool,
     prefill_completed: AtomicBool,
     output: Mutex<OutputBlocks>,
-    /// Mean time between the tokens of the response in nanoseconds; 0 while unknown.
-    mean_itl: AtomicU64,
+    /// Mean time between the tokens of the response, set before the end of the lease.
+    pub mean_itl: OnceLock<Duration>,
+    /// Cached tokens of the prompt as reported by the engine, set before the end of the lease.
+    pub delivered_cached_tokens: OnceLock<u32>,
     /// Whether a reconciliation is pending, so that at most one is.
     dirty: AtomicBool,
     /// Time of the last activity, plus one; 0 while a placement holds the lease.
@@ -87,7 +89,8 @@ impl Lease {
             freed: AtomicBool::new(false),
             prefill_completed: AtomicBool::new(false),
             output: Mutex::default(),
-            mean_itl: AtomicU64::new(0),
+            mean_itl: OnceLock::new(),
+            delivered_cached_tokens: OnceLock::new(),
             dirty: AtomicBool::new(false),
             seen_at: AtomicU64::new(0),
         }
@@ -181,17 +184,6 @@ impl Lease {
     /// Adds one output block. See [`OutputBlocks::push`].
     pub fn push_output_block(&self, decay: Option<Weight>) {
         self.output().push(decay);
-    }
-
-    /// Sets the mean time between the tokens of the response, before the end of the lease.
-    pub fn set_mean_itl(&self, itl: Duration) {
-        self.mean_itl.store(u64::try_from(itl.as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
-    }
-
-    /// The mean time between the tokens of the response, if it is known.
-    #[must_use]
-    pub fn mean_itl(&self) -> Option<Duration> {
-        Some(self.mean_itl.load(Ordering::Relaxed)).filter(|nanos| *nanos > 0).map(Duration::from_nanos)
     }
 
     /// The reported progress.

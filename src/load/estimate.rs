@@ -38,10 +38,11 @@ pub type PrefillEstimator = dyn Fn(WorkerRank, u32, u32) -> Option<Duration> + S
 /// assert_eq!(rate.tokens_per_second(), LearnedRate::PRIOR);
 /// for second in 0..60 {
 ///     let booked = Timestamp(second * 1_000_000_000);
-///     rate.observe(20_000, booked, booked + std::time::Duration::from_secs(1), 0.0); // 20,000 tokens a second
+///     let time = rate.completed(booked, booked + std::time::Duration::from_secs(1));
+///     rate.observe(20_000, time, 0.0); // 20,000 tokens a second
 /// }
 /// assert!((rate.tokens_per_second() - 20_000.0).abs() < 1_000.0);
-/// assert!((rate.estimate(10_000).as_secs_f64() - 0.5).abs() < 0.025);
+/// assert!(!rate.observe(LearnedRate::TOKENS_MIN - 1, std::time::Duration::from_secs(9), 0.0)); // too short
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LearnedRate {
@@ -112,16 +113,21 @@ impl LearnedRate {
         Self { completed, pending, ..Self::from_prior(tokens_per_second) }
     }
 
-    /// Learns from a prefill of `tokens` computed tokens, on a rank whose decode steps take `step_seconds`. Returns whether
-    /// the rate changed.
-    pub fn observe(&mut self, tokens: u32, booked: Timestamp, completed: Timestamp, step_seconds: f64) -> bool {
-        if tokens < Self::TOKENS_MIN {
-            return false; // it may have been computed beside a long one, so its completion is no information
-        }
+    /// Records the completion of a prefill, and returns the time that it took.
+    pub fn completed(&mut self, booked: Timestamp, completed: Timestamp) -> Duration {
         let started = booked.max(self.completed);
         self.completed = completed.max(self.completed);
+        completed.since(started)
+    }
+
+    /// Learns from a prefill of `tokens` computed tokens in `time`, on a rank whose decode steps take `step_seconds`.
+    /// Returns whether the rate changed.
+    pub fn observe(&mut self, tokens: u32, time: Duration, step_seconds: f64) -> bool {
+        if tokens < Self::TOKENS_MIN {
+            return false;
+        }
         self.pending.tokens = self.pending.tokens.saturating_add(u64::from(tokens));
-        self.pending.time = self.pending.time.saturating_add(completed.since(started));
+        self.pending.time = self.pending.time.saturating_add(time);
         let taken = self.pending.time >= TIME_MIN;
         if taken {
             let Work { tokens, time } = std::mem::take(&mut self.pending);
@@ -144,12 +150,6 @@ impl LearnedRate {
     #[must_use]
     pub fn tokens_per_second(&self) -> f64 {
         1.0 / self.seconds_per_token
-    }
-
-    /// Duration of a prefill of `tokens` at that rate.
-    #[must_use]
-    pub fn estimate(&self, tokens: u32) -> Duration {
-        Duration::from_secs_f64(f64::from(tokens) * self.seconds_per_token)
     }
 
     /// Number of samples.
@@ -203,7 +203,8 @@ mod tests {
                 let seconds = f64::from(self.tokens) * f64::from(self.together) / self.tokens_per_second;
                 self.now = booked + Duration::from_secs_f64(seconds);
                 for _ in 0..self.together {
-                    rate.observe(self.tokens, booked, self.now, 0.0);
+                    let time = rate.completed(booked, self.now);
+                    rate.observe(self.tokens, time, 0.0);
                     rate.check_invariants();
                 }
             }
@@ -237,17 +238,12 @@ mod tests {
         for samples in 4..20 {
             engine.teach(&mut rate, samples * 50);
             let paused_for_an_hour = Duration::from_secs(3600);
-            rate.observe(4096, engine.now, engine.now + paused_for_an_hour, 0.0);
-            engine.now = engine.now + paused_for_an_hour;
+            let resumed = engine.now + paused_for_an_hour;
+            let time = rate.completed(engine.now, resumed);
+            rate.observe(4096, time, 0.0);
+            engine.now = resumed;
             assert!(off(&rate, 20_000.0) < 0.15, "{}", rate.tokens_per_second());
         }
-    }
-
-    #[test]
-    fn short_prefills_are_ignored() {
-        let mut rate = LearnedRate::default();
-        assert!(!rate.observe(LearnedRate::TOKENS_MIN - 1, Timestamp(0), Timestamp(9_000_000_000), 0.0));
-        assert_eq!(rate, LearnedRate::default());
     }
 
     proptest! {
@@ -260,7 +256,8 @@ mod tests {
             for (tokens, booked, completed, shift) in observations {
                 let before = rate;
                 let (booked, completed) = (Timestamp(booked >> shift.min(63)), Timestamp(completed >> shift.min(63)));
-                let touched = rate.observe(tokens >> (shift % 20), booked, completed, step_seconds);
+                let time = rate.completed(booked, completed);
+                let touched = rate.observe(tokens >> (shift % 20), time, step_seconds);
                 rate.check_invariants();
                 prop_assert_eq!(rate.samples(), before.samples() + u32::from(touched));
                 let moved = rate.seconds_per_token / before.seconds_per_token;

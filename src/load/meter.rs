@@ -9,6 +9,10 @@
 //! Engines compute prefills in the same steps, which then take longer. Therefore only time without a prefill in
 //! progress counts, divided by the steps made in it. A prefill without a report (the response is not streamed) is
 //! assumed to end as modelled.
+//!
+//! The engine reports the cached tokens of a prompt after its first token. As long as the reports show more of them than
+//! predicted, for example after a late start beside warm engines, the rate is learned at the end of a request, from the
+//! tokens that the engine computed.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -34,16 +38,21 @@ use crate::protocol::{BookingId, Timestamp};
 /// let mut meter = SpeedMeter::new(Arc::clone(&cell), 64);
 /// meter.booked(BookingId(1), PrefillLoadHint::new(8_000, 0, true, None), Timestamp(0));
 /// meter.load_is(RankLoad { requests: 1, active_blocks: 125, read_blocks: 125, prefill_tokens: 8_000 }, Timestamp(0));
-/// assert_eq!(cell.work_tokens_per_second(), None);
 /// let mut now = 1_000_000_000; // 8,000 tokens in a second
 /// meter.reported(BookingId(1), true, 0, Timestamp(now));
-/// assert!(cell.work_tokens_per_second().is_some_and(|rate| (9_000.0..10_000.0).contains(&rate)));
 /// for blocks in 1..=50 {
 ///     now += 64 * 9_000_000; // 9 ms a token
 ///     meter.reported(BookingId(1), true, blocks, Timestamp(now));
 /// }
 /// assert!((0.0085..0.0095).contains(&cell.speed_or(EngineSpeed::prior(64)).step(1.0, 125.0)));
-/// meter.ended(BookingId(1), Timestamp(now));
+/// assert_eq!(cell.work_tokens_per_second(), None);
+/// meter.ended(BookingId(1), Some(0), Timestamp(now)); // without cached tokens
+/// let rate = cell.work_tokens_per_second();
+/// assert!(rate.is_some_and(|rate| (9_000.0..10_000.0).contains(&rate)));
+/// // The prediction was right, so the next first token is a sample.
+/// meter.booked(BookingId(2), PrefillLoadHint::new(8_000, 0, true, None), Timestamp(now));
+/// meter.reported(BookingId(2), true, 0, Timestamp(now + 500_000_000));
+/// assert!(cell.work_tokens_per_second() > rate);
 /// assert_eq!(cell.output_tokens(), Some(3_232.0)); // 50 blocks, and half a block
 /// ```
 #[derive(Debug)]
@@ -56,6 +65,8 @@ pub struct SpeedMeter {
     bias: [LearnedBias; 2],
     cell: Arc<SpeedCell>,
     bookings: AHashMap<BookingId, Watched>,
+    /// Whether the last reported cached tokens were at most the predicted ones; `None` before the first response.
+    is_exact: Option<bool>,
     /// Prefills in progress whose end will be reported.
     prefills: usize,
     /// Modelled end of the other prefills.
@@ -81,14 +92,25 @@ struct Watched {
     booked: Timestamp,
     /// The same in own time.
     booked_own: Timestamp,
-    /// Work of the prefill in progress, in tokens without context.
-    prefill: Option<u32>,
+    prefill: Option<PrefillLoadHint>,
+    is_prefilling: bool,
     /// Output blocks at the last report.
     blocks: u32,
     /// Predicted times in seconds without correction: to the first token, and between tokens.
     predicted: [Option<f64>; 2],
     /// Start of the current output interval; `None` before the first report.
     seen: Option<OutputReport>,
+    /// The first token, until the end of the request.
+    first_token: Option<FirstToken>,
+}
+
+/// Samples at the first token of a request.
+#[derive(Clone, Copy, Debug)]
+struct FirstToken {
+    /// Own time of the prefill, and the time of a decode step in seconds.
+    prefill: Option<(PrefillLoadHint, Duration, f64)>,
+    /// Predicted and observed time to it in seconds.
+    ttft: Option<(f64, f64)>,
 }
 
 /// State at an output report.
@@ -145,6 +167,7 @@ impl SpeedMeter {
             bias: cell.bias().map(|factor| LearnedBias::from_known(factor.unwrap_or(1.0))),
             cell,
             bookings: AHashMap::new(),
+            is_exact: None,
             prefills: 0,
             unreported_until: Timestamp::default(),
             load: RankLoad::default(),
@@ -175,7 +198,7 @@ impl SpeedMeter {
     /// Records a booked request with its prefill.
     pub fn booked(&mut self, booking: BookingId, hint: Option<PrefillLoadHint>, now: Timestamp) {
         self.run_to(now);
-        let prefill = hint.filter(|hint| hint.is_reported()).map(PrefillLoadHint::work_tokens);
+        let prefill = hint.filter(|hint| hint.is_reported());
         if let Some(expected) = hint.filter(|hint| !hint.is_reported()).and_then(PrefillLoadHint::expected_duration) {
             self.unreported_until = self.unreported_until.max(now) + expected;
             self.sums.prefill_ends += u64::from(self.prefills == 0);
@@ -187,12 +210,14 @@ impl SpeedMeter {
                 booked: now,
                 booked_own: self.own_time.now,
                 prefill,
+                is_prefilling: prefill.is_some(),
                 blocks: 0,
                 predicted: [None; 2],
                 seen: None,
+                first_token: None,
             },
         );
-        if before.is_some_and(|before| before.prefill.is_some()) {
+        if before.is_some_and(|before| before.is_prefilling) {
             self.prefill_ended();
         }
     }
@@ -228,27 +253,26 @@ impl SpeedMeter {
     /// unknown reports are harmless.
     pub fn reported(&mut self, booking: BookingId, prefill_completed: bool, output_blocks: u32, now: Timestamp) {
         let is_generating = prefill_completed || output_blocks > 0;
-        let Some(&Watched { booked, booked_own, prefill, blocks, predicted, seen }) =
+        let Some(&Watched { booked, booked_own, prefill, is_prefilling, blocks, predicted, seen, .. }) =
             self.bookings.get(&booking).filter(|_| is_generating)
         else {
             return;
         };
-        if let Some(predicted) = predicted[0].filter(|_| prefill_completed) {
-            self.learn_bias(0, predicted, now.since(booked).as_secs_f64(), now);
-        }
-        if let Some(watched) = self.bookings.get_mut(&booking) {
-            watched.predicted[0] = None; // output without a first token has no time to it
-        }
-        if prefill.is_none() && seen.is_some() && blocks >= output_blocks {
+        if !is_prefilling && seen.is_some() && blocks >= output_blocks {
             return; // no new information
         }
         self.run_to(now);
-        if let Some(tokens) = prefill {
+        if is_prefilling {
             self.prefill_ended();
-            // Without a report of the first token, output shows only that it was earlier.
-            if prefill_completed && self.learn_rate(tokens, booked_own, now) {
-                self.cell.publish_rate(self.rate.tokens_per_second(), now);
-            }
+        }
+        // Without a report of the first token, output shows only that it was earlier.
+        let first_token = (prefill_completed && (is_prefilling || predicted[0].is_some())).then(|| FirstToken {
+            prefill: prefill.filter(|_| is_prefilling).and_then(|prefill| self.timed(prefill, booked_own)),
+            ttft: predicted[0].map(|predicted| (predicted, now.since(booked).as_secs_f64())),
+        });
+        let is_late = self.is_exact != Some(true);
+        if let Some(first_token) = first_token.filter(|_| !is_late) {
+            self.learn_first_token(first_token, now);
         }
         // Reports in quick succession, for example from one chunk of a response, are merged; the next report covers
         // them all.
@@ -258,27 +282,45 @@ impl SpeedMeter {
             self.cell.publish_step(&self.speed(), now);
         }
         if let Some(watched) = self.bookings.get_mut(&booking) {
-            (watched.prefill, watched.blocks) = (None, watched.blocks.max(output_blocks));
+            watched.predicted[0] = None; // output without a first token has no time to it
+            (watched.is_prefilling, watched.blocks) = (false, watched.blocks.max(output_blocks));
+            watched.first_token = first_token.filter(|_| is_late).or(watched.first_token);
             if is_later {
                 watched.seen = Some(OutputReport { blocks: output_blocks, sums: self.sums });
             }
         }
     }
 
-    /// Learns from a prefill that was booked at `booked` in own time. An outdated rate counts as a prior, reduced by its
-    /// age.
-    fn learn_rate(&mut self, tokens: u32, booked: Timestamp, now: Timestamp) -> bool {
-        let completed = self.own_time.now;
+    /// The sample of a prefill that was booked at `booked` in own time; `None` if it is too short.
+    fn timed(&mut self, prefill: PrefillLoadHint, booked: Timestamp) -> Option<(PrefillLoadHint, Duration, f64)> {
         let (requests, blocks) = self.total_load();
         let step_seconds = self.speed().step(f64::from(requests), f64::from(blocks));
+        // It may have been computed beside a long one, so its completion is no information.
+        let is_long = prefill.work_tokens() >= LearnedRate::TOKENS_MIN;
+        is_long.then(|| (prefill, self.rate.completed(booked, self.own_time.now), step_seconds))
+    }
+
+    fn learn_first_token(&mut self, FirstToken { prefill, ttft }: FirstToken, now: Timestamp) {
+        if let Some((predicted, observed)) = ttft {
+            self.learn_bias(0, predicted, observed, now);
+        }
+        if prefill.is_some_and(|sample| self.learn_rate(sample, now)) {
+            self.cell.publish_rate(self.rate.tokens_per_second(), now);
+        }
+    }
+
+    /// Learns from a prefill. An outdated rate counts as a prior, reduced by its age.
+    fn learn_rate(&mut self, sample: (PrefillLoadHint, Duration, f64), now: Timestamp) -> bool {
+        let (prefill, time, step_seconds) = sample;
+        let tokens = prefill.work_tokens();
         if let Some(aged) = self.aged(now, 0) {
             let mut restarted = self.rate.restarted(aged.work_tokens_per_second);
-            if restarted.observe(tokens, booked, completed, step_seconds) {
+            if restarted.observe(tokens, time, step_seconds) {
                 self.rate = restarted;
                 return true;
             }
         }
-        self.rate.observe(tokens, booked, completed, step_seconds)
+        self.rate.observe(tokens, time, step_seconds)
     }
 
     /// Like [`learn_rate`](Self::learn_rate), from steps.
@@ -301,12 +343,29 @@ impl SpeedMeter {
         self.cell.typical().map(|typical| self.cell.speed_at(now, &typical))
     }
 
-    /// Records the end of a booking with its last reported output. The progress of an unreported prefill is unknown.
-    pub fn ended(&mut self, booking: BookingId, now: Timestamp) {
-        let Some(Watched { prefill, blocks, seen, .. }) = self.bookings.remove(&booking) else { return };
+    /// Records the end of a booking with its last reported output, and the cached tokens of its prompt if the engine
+    /// reported them. The progress of an unreported prefill is unknown.
+    pub fn ended(&mut self, booking: BookingId, cached_tokens: Option<u32>, now: Timestamp) {
+        let Some(watched) = self.bookings.remove(&booking) else { return };
         self.run_to(now);
-        if prefill.is_some() {
+        if watched.is_prefilling {
             self.prefill_ended();
+        }
+        let Watched { prefill, blocks, seen, mut first_token, .. } = watched;
+        if let Some(predicted) = prefill.filter(|_| seen.is_some()) {
+            let computed = cached_tokens.map_or(Some(predicted), |cached| predicted.with_cached(cached));
+            let least = predicted.effective_tokens().saturating_sub(self.block_size);
+            let is_exact = computed.map_or(0, PrefillLoadHint::effective_tokens) >= least;
+            if cached_tokens.is_some() || self.is_exact.is_none() {
+                self.is_exact = Some(is_exact);
+            }
+            if let Some(FirstToken { prefill, ttft }) = &mut first_token {
+                *prefill = prefill.and_then(|(_, time, step_seconds)| Some((computed?, time, step_seconds)));
+                *ttft = ttft.filter(|_| is_exact); // another prompt was predicted
+            }
+        }
+        if let Some(first_token) = first_token {
+            self.learn_first_token(first_token, now);
         }
         // A caller that never reported a block reports none, or ends before the first. The mean starts with callers
         // that report blocks.
@@ -379,36 +438,6 @@ impl SpeedMeter {
         self.step.on(EngineSpeed { work_tokens_per_second, ..EngineSpeed::prior(self.block_size) })
     }
 
-    /// The learned prefill rate.
-    #[must_use]
-    pub fn rate(&self) -> &LearnedRate {
-        &self.rate
-    }
-
-    /// The learned step time.
-    #[must_use]
-    pub fn step(&self) -> &LearnedStep {
-        &self.step
-    }
-
-    /// The learned bias of predictions: of the time to first token, and between tokens.
-    #[must_use]
-    pub fn bias(&self) -> &[LearnedBias; 2] {
-        &self.bias
-    }
-
-    /// Number of prefills in progress whose end will be reported.
-    #[must_use]
-    pub fn under_way(&self) -> usize {
-        self.prefills
-    }
-
-    /// Number of observed bookings.
-    #[must_use]
-    pub fn watched(&self) -> usize {
-        self.bookings.len()
-    }
-
     /// Checks the invariants, for tests.
     ///
     /// # Panics
@@ -416,7 +445,7 @@ impl SpeedMeter {
     pub fn check_invariants(&self) {
         self.rate.check_invariants();
         self.step.check_invariants();
-        let prefills = self.bookings.values().filter(|watched| watched.prefill.is_some()).count();
+        let prefills = self.bookings.values().filter(|watched| watched.is_prefilling).count();
         assert_eq!(prefills, self.prefills, "prefills under way");
         let Sums { seconds, request_seconds, block_seconds, .. } = self.sums;
         assert!([seconds, request_seconds, block_seconds].iter().all(|sum| sum.is_finite() && *sum >= 0.0));

@@ -289,12 +289,6 @@ impl<E> Queue<E> {
         })
     }
 
-    /// Whether a lane has no waiting requests, so that a new request would pass none. O(log n).
-    #[must_use]
-    pub fn is_lane_empty(&self, class: ClassId, lane: LaneKey) -> bool {
-        !self.classes[class.position()].has_lane(lane)
-    }
-
     /// Removes a whole lane and returns it in the order of a single tenant's requests. O(log n) per request.
     pub fn take_lane(&mut self, class: ClassId, lane: LaneKey) -> Vec<(u64, E)> {
         let keys = self.classes[class.position()].lane(lane);

@@ -284,10 +284,10 @@ impl<A> SequenceShell<A> {
         }
         self.active.free(lease.booking(), now);
         if let Some(meter) = &mut self.meter {
-            if let Some(itl) = lease.mean_itl() {
-                meter.paced(lease.booking(), itl, now);
+            if let Some(itl) = lease.mean_itl.get() {
+                meter.paced(lease.booking(), *itl, now);
             }
-            meter.ended(lease.booking(), now);
+            meter.ended(lease.booking(), lease.delivered_cached_tokens.get().copied(), now);
         }
     }
 

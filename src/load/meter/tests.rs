@@ -33,11 +33,33 @@ fn decode_steps_beside_prefills_are_not_prefill_time() {
         let booked = Timestamp(n * SECOND);
         meter.booked(BookingId(n), hint(1_000), booked);
         meter.reported(BookingId(n), true, 0, booked + Duration::from_millis(140));
-        meter.ended(BookingId(n), booked + Duration::from_millis(150));
+        meter.ended(BookingId(n), None, booked + Duration::from_millis(150));
     }
-    let rate = meter.rate().tokens_per_second();
+    let rate = meter.rate.tokens_per_second();
     let expected = 1_000.0 * (1.0 + 500.0 / ATTENTION_TOKENS) / 0.04;
     assert!((rate / expected - 1.0).abs() < 0.05, "{rate} instead of {expected}");
+}
+
+/// Prompts of 4,000 tokens, of which the engine has 3,200 in its cache, unknown to the router, and computes 8,000 a
+/// second: at most four requests at once, each with a response of a second.
+#[test]
+fn unpredicted_cached_tokens_are_not_learned_as_speed() {
+    let cell = Arc::new(SpeedCell::default());
+    let mut meter = SpeedMeter::new(Arc::clone(&cell), 64);
+    let at = |tenths: u64| Timestamp(tenths * SECOND / 10);
+    for n in 0..200 {
+        meter.booked(BookingId(n), hint(4_000), at(3 * n));
+        meter.predicted(BookingId(n), [Some(0.5), None]);
+        meter.reported(BookingId(n), true, 0, at(3 * n + 1));
+        if let Some(ended) = n.checked_sub(4) {
+            meter.ended(BookingId(ended), Some(3_200), at(3 * n + 2));
+        }
+        meter.check_invariants();
+    }
+    let expected = work_tokens(800, 3_200) / 0.1;
+    let rate = meter.rate.tokens_per_second();
+    assert!((rate / expected - 1.0).abs() < 0.08, "{rate} instead of {expected}");
+    assert_eq!(meter.bias[0].factor(), 1.0, "the prediction was of another prompt");
 }
 
 /// A stream beside responses that are not streamed and last far longer than their prefills: steps are learned in the
@@ -54,37 +76,28 @@ fn steps_are_learned_beside_unstreamed_responses() {
         meter.reported(BookingId(1), true, n, at(0.2 + 0.64 * f64::from(n)));
         meter.check_invariants();
     }
-    assert_eq!((meter.step().samples(), meter.rate().samples(), meter.under_way()), (39, 0, 0));
+    assert_eq!((meter.step.samples(), meter.rate.samples(), meter.prefills), (39, 0, 0));
     let step = meter.speed().step(2.0, 10.0);
     assert!((step / 0.010 - 1.0).abs() < 0.05, "{step}");
-    meter.ended(BookingId(2), at(60.0));
-    assert_eq!(meter.watched(), 1);
+    meter.ended(BookingId(2), None, at(60.0));
+    assert_eq!(meter.bookings.len(), 1);
 }
 
 #[test]
 fn successor_starts_with_the_published_speed() {
     let cell = Arc::new(SpeedCell::default());
-    let known = EngineSpeed {
-        work_tokens_per_second: 50_000.0,
-        step_seconds: 0.008,
-        request_seconds: 90e-6,
-        block_seconds: 3e-6,
-    };
+    let known = EngineSpeed { work_tokens_per_second: 50_000.0, step_seconds: 0.008, ..EngineSpeed::prior(16) };
     cell.publish(&known, Timestamp(0));
     cell.publish_output(500.0);
     let mut successor = SpeedMeter::new(Arc::clone(&cell), 16);
     let speed = successor.speed();
-    for (ours, known) in [
-        (speed.work_tokens_per_second, known.work_tokens_per_second),
-        (speed.step_seconds, known.step_seconds),
-        (speed.request_seconds, known.request_seconds),
-        (speed.block_seconds, known.block_seconds),
-    ] {
-        assert!((ours / known - 1.0).abs() < 1e-6, "{speed:?}");
+    let of_prefill = speed.work_tokens_per_second / known.work_tokens_per_second;
+    for ratio in [of_prefill, speed.step(0.0, 0.0) / 0.008, speed.step(9.0, 90.0) / known.step(9.0, 90.0)] {
+        assert!((ratio - 1.0).abs() < 1e-6, "{speed:?}");
     }
     successor.booked(BookingId(1), None, Timestamp(0));
     successor.reported(BookingId(1), true, 0, Timestamp(1));
-    successor.ended(BookingId(1), Timestamp(1));
+    successor.ended(BookingId(1), None, Timestamp(1));
     assert!(cell.output_tokens().is_some_and(|tokens| (490.0..500.0).contains(&tokens)));
 }
 
@@ -99,7 +112,7 @@ proptest! {
         for (report, id, tokens, now) in reports {
             let (booking, now) = (BookingId(id), Timestamp(now));
             let was = model.iter().find(|known| known.0 == id).map(|known| known.1);
-            let samples = (meter.rate().samples(), meter.step().samples());
+            let samples = (meter.rate.samples(), meter.step.samples());
             model.retain(|known| known.0 != id);
             match report {
                 0 => {
@@ -112,13 +125,14 @@ proptest! {
                     let has_begun = report == 1 || tokens % 9 > 0;
                     model.extend(was.map(|under_way| (id, under_way && !has_begun)));
                 }
-                _ => meter.ended(booking, now),
+                _ => meter.ended(booking, (tokens % 3 > 0).then_some(tokens), now),
             }
             meter.load_is(load(model.len() as u32, tokens), now);
-            prop_assert!(meter.rate().samples() - samples.0 <= u32::from(report == 1 && was == Some(true)));
-            prop_assert!(meter.step().samples() - samples.1 <= u32::from([1, 2].contains(&report) && was.is_some()));
-            prop_assert_eq!(meter.under_way(), model.iter().filter(|known| known.1).count());
-            prop_assert_eq!(meter.watched(), model.len());
+            let may_learn = if report == 3 { was == Some(false) } else { report == 1 && was == Some(true) };
+            prop_assert!(meter.rate.samples() - samples.0 <= u32::from(may_learn));
+            prop_assert!(meter.step.samples() - samples.1 <= u32::from([1, 2].contains(&report) && was.is_some()));
+            prop_assert_eq!(meter.prefills, model.iter().filter(|known| known.1).count());
+            prop_assert_eq!(meter.bookings.len(), model.len());
             meter.check_invariants();
         }
     }
@@ -239,7 +253,7 @@ impl SimulatedEngine {
         }
         let over: Vec<_> = self.generating.extract_if(.., |request| request.generated >= request.output).collect();
         for request in over {
-            self.meter.ended(request.id, self.now);
+            self.meter.ended(request.id, None, self.now);
             self.meter.load_is(self.load(), self.now);
         }
     }
