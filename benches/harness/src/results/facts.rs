@@ -11,7 +11,6 @@ use std::thread::available_parallelism;
 
 use serde::{Deserialize, Serialize};
 
-use super::goodput::Limits;
 use super::validity::ClientHealth;
 
 /// Maximum number of bytes read from a file under `/proc`.
@@ -43,8 +42,6 @@ pub struct Facts {
     pub machine: Machine,
     /// Commit, from [`commit`].
     pub commit: String,
-    /// Limits of goodput.
-    pub limits: Limits,
     /// Health of the client; none in a simulation.
     pub client: Option<ClientHealth>,
 }

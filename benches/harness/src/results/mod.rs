@@ -9,7 +9,6 @@
 
 pub mod distribution;
 pub mod facts;
-pub mod goodput;
 pub mod load;
 pub mod prediction;
 mod record;

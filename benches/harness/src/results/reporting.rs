@@ -9,12 +9,11 @@ use clap::Args;
 
 use pointsman_trial::workload::Workload;
 
-use super::goodput::Limits;
 use super::{Facts, Machine, Run, Summary, facts};
 use crate::Failed;
 
 /// Output options of a run.
-#[derive(Args, Clone, Debug, PartialEq)]
+#[derive(Args, Clone, Debug, PartialEq, Eq)]
 pub struct Reporting {
     /// Print the figures as one JSON object
     #[arg(long)]
@@ -22,27 +21,9 @@ pub struct Reporting {
     /// Fail instead of printing figures with warnings
     #[arg(long)]
     pub strict: bool,
-    /// Maximum time to first token of a good answer, in ms
-    #[arg(long, value_name = "MS", default_value_t = Limits::default().ttft_ms, value_parser = positive_ms)]
-    pub ttft_limit_ms: f64,
-    /// Maximum mean gap between tokens of a good answer, in ms
-    #[arg(long, value_name = "MS", default_value_t = Limits::default().itl_ms, value_parser = positive_ms)]
-    pub itl_limit_ms: f64,
-}
-
-fn positive_ms(text: &str) -> Result<f64, String> {
-    match text.parse::<f64>() {
-        Ok(ms) if ms.is_finite() && ms > 0.0 => Ok(ms),
-        Ok(_) | Err(_) => Err(format!("{text} is not a time above 0 ms")),
-    }
 }
 
 impl Reporting {
-    /// Limits for [`Facts::limits`].
-    fn limits(&self) -> Limits {
-        Limits { ttft_ms: self.ttft_limit_ms, itl_ms: self.itl_limit_ms }
-    }
-
     /// Facts of a run of `workload` on this machine. Those of a simulated fleet and of a client are unknown.
     #[must_use]
     pub fn facts(&self, policy: String, seed: u64, workload: &Workload) -> Facts {
@@ -57,7 +38,6 @@ impl Reporting {
             command: facts::command_line(),
             machine: Machine::read(),
             commit: facts::commit(),
-            limits: self.limits(),
             client: None,
         }
     }

@@ -8,7 +8,6 @@ use std::io::{self, Write};
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::goodput::Goodput;
 use super::load::max_over_mean;
 use super::prediction::PredictionError;
 use super::{Distribution, Facts, Machine, RequestRecord, Run, Warning, share, validity, write_json};
@@ -70,8 +69,6 @@ pub struct Summary {
     pub e2e_seconds: Option<Distribution>,
     /// Time in the router: from sending to the routing decision.
     pub queue_seconds: Option<Distribution>,
-    /// Requests answered within the limits.
-    pub goodput: Option<Goodput>,
     /// Prompt tokens that engines found cached divided by all prompt tokens, over requests whose engines report it.
     pub hit_rate: Option<f64>,
     /// Prompt tokens cached on the best eligible rank at the decision divided by all prompt tokens. This is the hit
@@ -129,7 +126,6 @@ impl Summary {
             token_gap_seconds: Distribution::of_histogram(&run.itl_us),
             e2e_seconds: Distribution::of_us(answered().filter_map(RequestRecord::e2e_us)),
             queue_seconds: Distribution::of_us(answered().filter_map(RequestRecord::queue_us)),
-            goodput: Goodput::of(measured, facts.limits, duration_seconds),
             hit_rate: token_share(measured, |request| request.cached_tokens),
             reachable_hit_rate: token_share(measured, reachable_tokens),
             regret_seconds: Distribution::of_us(answered().filter_map(|request| request.regret_us)),

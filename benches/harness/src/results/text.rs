@@ -31,16 +31,6 @@ impl Summary {
             "                 regret: time to first token beyond that of the best rank for this request alone"
         )?;
         writeln!(out, "  throughput     {}", self.throughput())?;
-        if let Some(good) = self.goodput {
-            writeln!(
-                out,
-                "  goodput        {:>10.2} requests a second within both limits, {} of all: {} ms to the first token, {} ms a token",
-                good.requests_per_second,
-                percent(Some(good.share)),
-                good.limits.ttft_ms,
-                good.limits.itl_ms
-            )?;
-        }
         writeln!(
             out,
             "  hit rate       {:>10} of prompt tokens, {} reachable",

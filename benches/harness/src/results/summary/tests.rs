@@ -2,7 +2,6 @@
 
 use serde_json::Value;
 
-use super::super::goodput::Limits;
 use super::super::tests::{request, run};
 use super::*;
 use crate::results::RankSample;
@@ -19,7 +18,6 @@ pub(crate) fn facts() -> Facts {
         command: "pointsman-bench simulate --seed 7".into(),
         machine: Machine { cores: 2, cpu: "some".into(), kernel: "6.0".into() },
         commit: "unknown".into(),
-        limits: Limits::default(),
         client: None,
     }
 }
@@ -46,7 +44,6 @@ fn a_known_run_has_the_expected_figures() {
     assert_eq!((summary.queue_seconds, summary.regret_seconds), (same(0.001), same(0.002)));
     assert_eq!((summary.hit_rate, summary.reachable_hit_rate), (Some(0.5), Some(0.6)));
     assert_eq!(summary.load_max_over_mean, Some(1.5));
-    assert_eq!(summary.goodput.map(|goodput| goodput.share), Some(1.0));
     assert_eq!(summary.itl_seconds, same(0.05));
     assert_eq!(summary.token_gap_seconds.map(|gaps| gaps.count), Some(10_000));
 }
@@ -73,7 +70,7 @@ fn figures_without_measurements_are_absent() {
     assert_eq!((summary.hit_rate, summary.reachable_hit_rate, summary.load_max_over_mean), (None, None, None));
     assert_eq!((summary.decisions_checksum, summary.regret_seconds), (None, None));
     let nothing = Summary::new(&run(Vec::new()), &facts());
-    assert_eq!((nothing.requests, nothing.requests_per_second, nothing.goodput), (0, 0.0, None));
+    assert_eq!((nothing.requests, nothing.requests_per_second), (0, 0.0));
 }
 
 #[test]
