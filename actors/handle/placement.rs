@@ -107,7 +107,7 @@ impl Placement {
     /// whose predictions always fail. The index uses it to learn of blocks whose events were missed.
     pub fn delivered_cached_tokens(&self, tokens: u32) {
         if self.prediction.is_first_report() {
-            let _ = self.guard.lease().delivered_cached_tokens.set(tokens);
+            let _ = self.guard.lease.delivered_cached_tokens.set(tokens);
             let predicted = self.cached_tokens();
             self.guard.edge.meters.delivered(&self.prediction, predicted, tokens);
             if self.prediction.kind.is_some() {

@@ -5,6 +5,7 @@
 
 use std::num::NonZeroU32;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 use tracing::Span;
@@ -163,7 +164,7 @@ impl Router {
     /// When no booking has the id.
     pub fn free(&self, request_id: &str) -> Result<(), RequestError> {
         let lease = self.lease(request_id)?;
-        lease.mark_freed();
+        lease.freed.store(true, Ordering::SeqCst);
         self.edge().ender.end(&lease);
         Ok(())
     }
@@ -213,7 +214,7 @@ impl Router {
             let permit = self.intake().admit(&self.strands().scheduler)?;
             let lease = self.intake().directory.enter(request_id, prepared.prompt.clone(), self.edge().clock.now())?;
             if !prepared.length_keys.is_empty() {
-                lease.set_length_keys(prepared.length_keys);
+                let _ = lease.length_keys.set(prepared.length_keys);
             }
             let guard = LeaseGuard::new(self.edge(), Arc::clone(&lease));
             // Restart time is excluded from the phase timings of a lost request.
@@ -231,7 +232,7 @@ impl Router {
                     return Err(reason.into());
                 }
                 Some(Reply::LoadSnapshot(_) | Reply::Explained(_)) => return Err(RouteError::Lost { attempts: 0 }),
-                None if guard.lease.is_freed() => return Err(RouteError::Freed),
+                None if guard.lease.freed.load(Ordering::SeqCst) => return Err(RouteError::Freed),
                 None => {
                     drop(guard); // frees the id for the next attempt
                     attempts.count_lost(self.has_restarted(before.starts()).await?)?;

@@ -183,7 +183,7 @@ impl SupervisorState {
     ) -> Result<(), ActorProcessingErr> {
         tracing::warn!(role = child.name(), reason, "actor died, restarting");
         self.start_again(child, lost).await?;
-        self.dependencies.views.status.count_restart();
+        self.dependencies.views.status.count(|state| &mut state.restarts);
         Ok(())
     }
 
@@ -201,7 +201,7 @@ impl SupervisorState {
             Child::Scheduler | Child::Reader(_) | Child::Health | Child::EngineLoads | Child::Source(_) => Vec::new(),
         };
         self.start_again(child, &cold).await?;
-        self.dependencies.views.status.count_renewal();
+        self.dependencies.views.status.count(|state| &mut state.renewals);
         Ok(())
     }
 

@@ -48,7 +48,7 @@ impl SupervisorState {
                 self.apply(input).await?;
             }
         }
-        self.dependencies.views.status.count_replacement();
+        self.dependencies.views.status.count(|state| &mut state.replacements);
         Ok(())
     }
 }

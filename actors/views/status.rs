@@ -94,17 +94,9 @@ impl RouterStatus {
         self.0.borrow().restarts
     }
 
-    pub(crate) fn count_restart(&self) {
-        self.0.send_modify(|state| state.restarts += 1);
-    }
-
-    pub(crate) fn count_renewal(&self) {
-        self.0.send_modify(|state| state.renewals += 1);
-    }
-
-    /// Ends the waits for replies of a hung actor that was replaced.
-    pub(crate) fn count_replacement(&self) {
-        self.0.send_modify(|state| state.replacements += 1);
+    /// Counts an event. A replacement ends the waits for replies of a hung actor.
+    pub(crate) fn count(&self, counter: impl FnOnce(&mut RouterState) -> &mut u64) {
+        self.0.send_modify(|state| *counter(state) += 1);
     }
 
     pub(crate) fn subscribe(&self) -> watch::Receiver<RouterState> {

@@ -57,10 +57,11 @@ pub struct Lease {
     state: AtomicU64,
     /// The booked prefill and the time of booking.
     hint: OnceLock<(Option<PrefillLoadHint>, Timestamp)>,
-    /// Keys of the request's output length statistics.
-    length_keys: OnceLock<LengthKeys>,
-    /// Whether the embedder has freed it by id.
-    freed: AtomicBool,
+    /// Keys of the request's output length statistics, set once.
+    pub length_keys: OnceLock<LengthKeys>,
+    /// Whether the embedder has freed it by id, booked or not: a booking in progress must not be retried. Ending the lease
+    /// is a separate step.
+    pub freed: AtomicBool,
     prefill_completed: AtomicBool,
     output: Mutex<OutputBlocks>,
     /// Mean time between the tokens of the response, set before the end of the lease.
@@ -114,17 +115,6 @@ impl Lease {
         &self.prompt
     }
 
-    /// Sets the keys of the output length statistics. Only the first call has an effect.
-    pub fn set_length_keys(&self, keys: LengthKeys) {
-        let _ = self.length_keys.set(keys);
-    }
-
-    /// Keys of the output length statistics.
-    #[must_use]
-    pub fn length_keys(&self) -> LengthKeys {
-        self.length_keys.get().copied().unwrap_or_default()
-    }
-
     /// Arrival time of the request.
     #[must_use]
     pub fn arrival(&self) -> Timestamp {
@@ -163,17 +153,6 @@ impl Lease {
             LeaseState::Booked { slot, generation } => Ended::Booked(slot, generation),
             LeaseState::Ended => Ended::Already,
         }
-    }
-
-    /// Records that the embedder freed the request, booked or not. Ending the lease is a separate step.
-    pub fn mark_freed(&self) {
-        self.freed.store(true, Ordering::SeqCst);
-    }
-
-    /// Whether the embedder has freed it: a booking in progress must not be retried.
-    #[must_use]
-    pub fn is_freed(&self) -> bool {
-        self.freed.load(Ordering::SeqCst)
     }
 
     /// Records the first token; returns false if it was already recorded.

@@ -78,12 +78,6 @@ impl LearnedBias {
     pub fn factor(&self) -> f64 {
         self.log.exp()
     }
-
-    /// Number of samples.
-    #[must_use]
-    pub fn samples(&self) -> u32 {
-        self.samples
-    }
 }
 
 #[cfg(test)]

@@ -66,7 +66,6 @@ impl PrefillLoadHint {
     }
 
     /// The same prompt with `cached_tokens` cached tokens, at least those of this hint; `None` if they are the prompt.
-    #[must_use]
     pub fn with_cached(self, cached_tokens: u32) -> Option<Self> {
         let prompt_tokens = self.cached_tokens + self.effective_tokens();
         Self::new(prompt_tokens, cached_tokens.max(self.cached_tokens), true, None)

@@ -266,12 +266,13 @@ impl SpeedMeter {
             self.prefill_ended();
         }
         // Without a report of the first token, output shows only that it was earlier.
-        let first_token = (prefill_completed && (is_prefilling || predicted[0].is_some())).then(|| FirstToken {
+        let mut first_token = (prefill_completed && (is_prefilling || predicted[0].is_some())).then(|| FirstToken {
             prefill: prefill.filter(|_| is_prefilling).and_then(|prefill| self.timed(prefill, booked_own)),
             ttft: predicted[0].map(|predicted| (predicted, now.since(booked).as_secs_f64())),
         });
-        let is_late = self.is_exact != Some(true);
-        if let Some(first_token) = first_token.filter(|_| !is_late) {
+        if self.is_exact == Some(true)
+            && let Some(first_token) = first_token.take()
+        {
             self.learn_first_token(first_token, now);
         }
         // Reports in quick succession, for example from one chunk of a response, are merged; the next report covers
@@ -284,7 +285,7 @@ impl SpeedMeter {
         if let Some(watched) = self.bookings.get_mut(&booking) {
             watched.predicted[0] = None; // output without a first token has no time to it
             (watched.is_prefilling, watched.blocks) = (false, watched.blocks.max(output_blocks));
-            watched.first_token = first_token.filter(|_| is_late).or(watched.first_token);
+            watched.first_token = first_token.or(watched.first_token);
             if is_later {
                 watched.seen = Some(OutputReport { blocks: output_blocks, sums: self.sums });
             }

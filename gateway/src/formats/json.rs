@@ -118,3 +118,6 @@ pub(super) fn with_changed_parts(
     }
     edited
 }
+
+#[cfg(test)]
+pub(super) mod tests;

@@ -6,6 +6,7 @@ use serde_json::{Map, Value, json};
 
 use super::{Protocol, response, text, transfer};
 use crate::formats::handover::{LegBodies, PrefillResponse, Transfer, bootstrap_room, p2p_request_id};
+use crate::formats::json::tests::json_value;
 use crate::formats::openai::Endpoint;
 
 const NAMES: [&str; 14] = [
@@ -25,42 +26,16 @@ const NAMES: [&str; 14] = [
     "unknown",
 ];
 
-/// Any JSON value without floats, whose text has several spellings.
-fn value() -> impl Strategy<Value = Value> {
-    let leaf = prop_oneof![
-        Just(Value::Null),
-        any::<bool>().prop_map(Value::from),
-        any::<i64>().prop_map(Value::from),
-        ".{0,8}".prop_map(Value::from),
-    ];
-    leaf.prop_recursive(3, 16, 4, |inner| {
-        prop_oneof![
-            proptest::collection::vec(inner.clone(), 0..4).prop_map(Value::from),
-            proptest::collection::btree_map(".{0,4}", inner, 0..4)
-                .prop_map(|fields| Value::Object(fields.into_iter().collect())),
-        ]
-    })
-}
-
 /// Objects with known and unknown names, in any order and with any spaces.
 fn object() -> impl Strategy<Value = (Vec<(String, Value)>, String)> {
     let name = prop_oneof![3 => proptest::sample::select(&NAMES[..]).prop_map(str::to_owned), 1 => ".{0,6}"];
     let space = prop_oneof![Just(""), Just(" "), Just("\n\t")];
-    (proptest::collection::btree_map(name, value(), 0..10).prop_shuffled(), space).prop_map(|(fields, space)| {
+    let fields = proptest::collection::btree_map(name, json_value(), 0..10);
+    (fields.prop_map(Vec::from_iter).prop_shuffle(), space).prop_map(|(fields, space)| {
         let entry = |(name, value): &(String, Value)| format!("{space}{}{space}:{space}{value}{space}", json!(name));
         let text = format!("{space}{{{}}}{space}", fields.iter().map(entry).collect::<Vec<_>>().join(","));
         (fields, text)
     })
-}
-
-trait Shuffled {
-    fn prop_shuffled(self) -> BoxedStrategy<Vec<(String, Value)>>;
-}
-
-impl<S: Strategy<Value = std::collections::BTreeMap<String, Value>> + 'static> Shuffled for S {
-    fn prop_shuffled(self) -> BoxedStrategy<Vec<(String, Value)>> {
-        self.prop_map(|fields| fields.into_iter().collect::<Vec<_>>()).prop_shuffle().boxed()
-    }
 }
 
 proptest! {
@@ -97,7 +72,7 @@ proptest! {
     fn arbitrary_responses_are_parsed_or_rejected(
         fields in proptest::collection::btree_map(
             proptest::sample::select(&["choices", "usage", "status", "kv_transfer_params", "prompt_token_ids"][..]),
-            prop_oneof![value(), value().prop_map(|value| json!([{ "message": value, "finish_reason": "stop" }]))],
+            prop_oneof![json_value(), json_value().prop_map(|value| json!([{ "message": value, "finish_reason": "stop" }]))],
             0..5,
         ),
         protocol in proptest::sample::select(&Protocol::ALL[..]),
@@ -118,13 +93,6 @@ proptest! {
         let legs = LegBodies::parse(Endpoint::Completions, protocol, Bytes::from_static(b"{\"prompt\":\"x\"}")).unwrap();
         let sent: Value = serde_json::from_slice(&legs.decode(&transfer(), Some(&answer))).unwrap();
         prop_assert!(sent.is_object());
-    }
-
-    #[test]
-    fn rooms_belong_to_the_rank(random: u64, dp_size in 1_u32.., rank: u32) {
-        let room = bootstrap_room(random, dp_size, rank % dp_size);
-        prop_assert!(room < 1 << 63);
-        prop_assert_eq!(room % u64::from(dp_size), u64::from(rank % dp_size));
     }
 
     #[test]

@@ -137,15 +137,6 @@ proptest! {
             prop_assert_eq!(whole, input);
         }
     }
-
-    #[test]
-    fn arbitrary_bytes_pass(
-        input in proptest::collection::vec(any::<u8>(), 0..200),
-        splits in proptest::collection::vec(0_usize..200, 0..5),
-        is_events: bool,
-    ) {
-        prop_assert_eq!(pass(CachedTokensRewriter::new(is_events), &input, &splits, Some(8)), input);
-    }
 }
 
 #[test]

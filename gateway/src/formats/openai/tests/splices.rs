@@ -2,8 +2,9 @@
 
 use axum::body::Bytes;
 use proptest::prelude::*;
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
+use crate::formats::json::tests::json_value;
 use crate::formats::openai::{Edits, Endpoint, RequestBody};
 
 fn parse(body: &str) -> RequestBody {
@@ -33,30 +34,14 @@ fn values_are_replaced_in_place_or_inserted_first() {
 
 const PLACES: [&str; 4] = ["routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank", "kv_transfer_params"];
 
-fn value() -> impl Strategy<Value = Value> {
-    let leaf = prop_oneof![
-        Just(Value::Null),
-        any::<bool>().prop_map(Value::from),
-        any::<i32>().prop_map(Value::from),
-        ".{0,6}".prop_map(Value::from),
-    ];
-    leaf.prop_recursive(3, 16, 4, |inner| {
-        prop_oneof![
-            proptest::collection::vec(inner.clone(), 0..4).prop_map(Value::from),
-            proptest::collection::btree_map(".{0,4}", inner, 0..4)
-                .prop_map(|fields| Value::Object(Map::from_iter(fields))),
-        ]
-    })
-}
-
 fn name() -> impl Strategy<Value = Option<String>> {
     proptest::option::of("[a-c\"\\\\é\n]{1,3}")
 }
 
 /// Distinct fields in the order of the body.
 fn fields() -> impl Strategy<Value = Vec<(String, Value)>> {
-    let known = (name(), name(), proptest::collection::vec(proptest::option::of(value()), PLACES.len()));
-    let unknown = proptest::collection::btree_map("x[a-z]{0,3}", value(), 0..5);
+    let known = (name(), name(), proptest::collection::vec(proptest::option::of(json_value()), PLACES.len()));
+    let unknown = proptest::collection::btree_map("x[a-z]{0,3}", json_value(), 0..5);
     (known, unknown, ".{0,8}")
         .prop_map(|((model, salt, places), unknown, prompt)| {
             let mut fields = vec![("prompt".to_owned(), Value::from(prompt))];
