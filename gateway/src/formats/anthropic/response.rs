@@ -248,8 +248,7 @@ impl Stop<'_> {
             // `repetition`: vLLM ends an output that repeats itself.
             Some("length" | "max_tokens" | "model_length" | "repetition") => Some(("max_tokens", None)),
             Some("content_filter" | "refusal") => Some(("refusal", None)),
-            None
-            | Some("stop" | "tool_calls" | "function_call" | "eos" | "eos_token" | "stop_sequence" | "end_turn") => {
+            Some("stop" | "tool_calls" | "function_call" | "eos" | "eos_token" | "stop_sequence" | "end_turn") => {
                 Some(match self.finish_reason {
                     // With a required tool, engines finish with `stop`.
                     _ if self.has_tool_use && !is_cut => ("tool_use", None),
@@ -259,7 +258,8 @@ impl Stop<'_> {
                     _ => ("end_turn", None),
                 })
             }
-            Some(_) => None,
+            // Without a reason, the engine or a proxy may have broken off the response.
+            Some(_) | None => None,
         }
     }
 }

@@ -373,7 +373,7 @@ impl StreamTranslator {
             is_refused: self.is_refused,
         };
         let Some((stop_reason, stop_sequence)) = stop.reason() else {
-            let reason = self.finish_reason.take().unwrap_or_default();
+            let reason = self.finish_reason.as_deref().unwrap_or("no finish reason");
             return self.error(502, &format!("the worker ended the response early: {reason}"));
         };
         let delta = json!({ "stop_reason": stop_reason, "stop_sequence": stop_sequence });

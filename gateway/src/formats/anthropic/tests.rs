@@ -227,13 +227,14 @@ fn converted(chat: Value) -> Value {
 
 #[test]
 fn half_an_answer_is_an_error() {
-    for reason in ["abort", "error", "cancelled", "anything"] {
+    for reason in [json!("abort"), json!("error"), json!("cancelled"), json!("anything"), Value::Null] {
         let whole = json!({ "choices": [{ "message": { "content": "a" }, "finish_reason": reason }] });
         assert_eq!(message(whole.to_string().as_bytes(), "m"), None, "{reason}");
         let events =
             events_of(&sse(&[json!({ "choices": [{ "delta": { "content": "a" }, "finish_reason": reason }] })]));
         let (name, error) = events.last().expect("an event");
         assert_eq!(name, "error");
+        let reason = reason.as_str().unwrap_or("no finish reason");
         assert!(error["error"]["message"].as_str().is_some_and(|message| message.contains(reason)), "{error}");
     }
     // A stop sequence inside a call: it must not run.
