@@ -11,7 +11,8 @@
 //!   `stream_interval`) this is too low until an event contains a `usage`, whose count then applies. vLLM and SGLang
 //!   add a usage to every event with `continuous_usage_stats`.
 //! - A JSON response is read from its end: the last `"usage"` object within the last 16 KiB.
-//! - An event is one line, as in all known engines. In a line longer than 64 KiB, only a usage near its end is read.
+//! - The data of an event is one line in all known engines, or several lines of at most 64 KiB, which are joined. In a
+//!   line longer than 64 KiB, only a usage near its end is read.
 //! - A compressed body gives no values.
 //!
 //! # Validity
@@ -152,6 +153,8 @@ pub struct AnswerReader {
     held: Vec<u8>,
     /// `Some` while the line is too long and only its end is kept: whether it is a data line.
     too_long: Option<bool>,
+    /// Data lines of the current event that are no complete object.
+    joined: Vec<u8>,
 }
 
 impl AnswerReader {
@@ -175,6 +178,7 @@ impl AnswerReader {
             has_ended: false,
             held: Vec::new(),
             too_long: None,
+            joined: Vec::new(),
         }
     }
 
@@ -200,7 +204,10 @@ impl AnswerReader {
             return;
         }
         match self.kind {
-            AnswerKind::Events => self.end_line(),
+            AnswerKind::Events => {
+                self.end_line();
+                self.end_event();
+            }
             AnswerKind::Json => {
                 let usage = last_usage(tail(&self.held));
                 self.learn(usage);
@@ -370,6 +377,10 @@ impl AnswerReader {
 
     /// An error event may have only a name, and its text in a comment.
     fn end_event(&mut self) {
+        if !self.joined.is_empty() {
+            let data = std::mem::take(&mut self.joined);
+            self.read_event(&StreamEvent::read(&data), &data);
+        }
         if self.named == NamedEvent::Failed && !self.has_data {
             self.events += 1;
             self.progress(EventStep::Error(status_of_event(b"")));
@@ -381,13 +392,27 @@ impl AnswerReader {
         if self.named == NamedEvent::Heartbeat {
             return;
         }
-        (self.events, self.has_data) = (self.events + 1, true);
-        if data == DONE && self.stage != AnswerStage::Empty {
-            self.is_complete = true;
-            self.stage = self.stage.max(AnswerStage::Begun);
-            return;
+        if self.joined.is_empty() {
+            (self.events, self.has_data) = (self.events + 1, true);
+            if data == DONE && self.stage != AnswerStage::Empty {
+                self.is_complete = true;
+                self.stage = self.stage.max(AnswerStage::Begun);
+                return;
+            }
+            let event = StreamEvent::read(data);
+            if event.is_object || self.named == NamedEvent::Failed {
+                return self.read_event(&event, data);
+            }
+        } else if self.joined.len() + data.len() > LINE_BYTES_MAX {
+            self.joined.clear();
+            self.counted += 1;
+            return self.progress(EventStep::Unknown);
         }
-        let event = StreamEvent::read(data);
+        self.joined.extend_from_slice(data);
+        self.joined.push(b'\n');
+    }
+
+    fn read_event(&mut self, event: &StreamEvent, data: &[u8]) {
         self.counted += u64::from(event.has_output());
         self.learn(event.usage);
         let step = match self.named == NamedEvent::Failed {

@@ -41,7 +41,8 @@ pub(super) struct StreamEvent {
     is_error: bool,
     /// Event type in the Responses and Messages APIs.
     kind: NamedEvent,
-    is_object: bool,
+    /// Whether the data is one complete JSON object.
+    pub(super) is_object: bool,
     pub(super) usage: Option<Usage>,
 }
 

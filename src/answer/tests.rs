@@ -35,6 +35,21 @@ fn completions_and_responses_are_counted() {
 }
 
 #[test]
+fn lines_of_data_are_joined() {
+    let event = "data: {\"choices\":[{\"text\":\"a\",\ndata:\ndata: \"finish_reason\":\"stop\"}],\ndata: \"usage\":{\"prompt_tokens\":5,\ndata: \"completion_tokens\":2}}";
+    for line_end in ["\n", "\r\n", "\r"] {
+        let mut reader = AnswerReader::new(AnswerKind::Events);
+        event.replace('\n', line_end).bytes().for_each(|byte| reader.read(&[byte]));
+        assert!(!reader.has_opened());
+        reader.read([line_end, line_end].concat().as_bytes());
+        assert_eq!((reader.usage(), reader.events(), reader.is_complete()), (usage(5, 2, None), 1, true));
+    }
+    assert_eq!(events("data: {\"error\":\ndata: \"dead\"}\n\n").error_status(), Some(500));
+    let long = format!("data: {{\"text\":\n{}data: \"a\"}}\n\n", format!("data: {}\n", " 1".repeat(900)).repeat(90));
+    assert_eq!(events(&long).stage, AnswerStage::Begun);
+}
+
+#[test]
 fn memory_and_token_counts_are_bounded() {
     for kind in [AnswerKind::Events, AnswerKind::Json] {
         let mut reader = AnswerReader::new(kind);

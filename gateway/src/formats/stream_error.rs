@@ -18,10 +18,13 @@ use crate::formats::openai::{Endpoint, ErrorType};
 /// assert_eq!(body, r#"{"error":{"code":"500","message":"dead","param":null,"type":"server_error"}}"#);
 /// ```
 pub fn body_of(stream: &[u8], status: u16) -> Bytes {
-    let lines = stream.split(|byte| matches!(byte, b'\n' | b'\r')).rev();
-    let mut data = lines.filter_map(|line| line.strip_prefix(b"data:")).map(<[u8]>::trim_ascii);
-    let data = data.find(|data| !data.is_empty() && *data != b"[DONE]").unwrap_or_default();
-    json!({ "error": error_object(data, status) }).to_string().into()
+    let stream = String::from_utf8_lossy(stream).replace("\r\n", "\n").replace('\r', "\n");
+    let data = stream.rsplit("\n\n").map(|event| {
+        let lines = event.lines().filter_map(|line| line.strip_prefix("data:")).map(str::trim);
+        lines.filter(|line| *line != "[DONE]").collect::<Vec<_>>().join("\n")
+    });
+    let data = data.into_iter().find(|data| !data.is_empty()).unwrap_or_default();
+    json!({ "error": error_object(data.as_bytes(), status) }).to_string().into()
 }
 
 /// The last events of a stream of the endpoint that ends with an error: this status and body of a response.
@@ -79,6 +82,7 @@ mod tests {
                 json!("server_error"),
             ),
             ("event: error\ndata: dead\n\n", "dead", json!(502)),
+            ("data: {\"error\":\r\ndata: \"dead\"}\r\n\r\ndata: [DONE]\r\n\r\n", "dead", json!(502)),
             ("event: error\n\n", "the worker reported an error", json!(502)),
         ] {
             let body: Value = serde_json::from_slice(&body_of(stream.as_bytes(), 502)).expect("JSON");

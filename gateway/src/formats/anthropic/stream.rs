@@ -7,15 +7,14 @@
 use std::collections::VecDeque;
 use std::fmt::Display;
 
-use serde::Deserialize;
+use pointsman::{AnswerKind, AnswerReader};
 use serde_json::json;
-use serde_json::value::RawValue;
 
-use super::error::{Known, error_body, in_anthropic_words};
+use super::error::{Known, error_body, error_message, in_anthropic_words};
 use super::response::{Chat, Choice, Content, MessageUsage, SIGNATURE, Stop, ToolCall, matched, message_id, tool_id};
 use crate::formats::json::quoted;
 
-/// Maximum length of a line. A chunk has a few tokens, or one tool call in the engines that do not stream calls.
+/// Maximum length of an event. A chunk has a few tokens, or one tool call in the engines that do not stream calls.
 const LINE_BYTES_MAX: usize = 4 << 20;
 
 /// Converts one streamed response.
@@ -38,6 +37,10 @@ pub struct StreamTranslator {
     model: String,
     prompt_tokens: u32,
     line: Vec<u8>,
+    /// Whether the last line ended with a carriage return, whose line feed belongs to the same end.
+    is_after_return: bool,
+    /// Data lines of an event that are no complete chunk.
+    joined: Vec<u8>,
     /// Id of the message once it has started.
     id: Option<String>,
     /// Index of the next content block.
@@ -156,8 +159,12 @@ impl StreamTranslator {
     pub fn read(&mut self, mut bytes: &[u8]) -> Vec<u8> {
         while let Some(end) = bytes.iter().position(|byte| matches!(byte, b'\n' | b'\r')) {
             self.hold(&bytes[..end]);
-            let line = std::mem::take(&mut self.line);
-            self.read_line(&line);
+            let is_return = bytes[end] == b'\r';
+            let is_after_return = std::mem::replace(&mut self.is_after_return, is_return);
+            if is_return || !is_after_return || !self.line.is_empty() {
+                let line = std::mem::take(&mut self.line);
+                self.read_line(&line);
+            }
             bytes = &bytes[end + 1..];
         }
         self.hold(bytes);
@@ -168,6 +175,7 @@ impl StreamTranslator {
     pub fn end(&mut self) -> Vec<u8> {
         let line = std::mem::take(&mut self.line);
         self.read_line(&line);
+        self.read_line(b"");
         if self.finish_reason.is_some() {
             self.stop();
         }
@@ -185,7 +193,7 @@ impl StreamTranslator {
         if self.is_over {
             return;
         }
-        if self.line.len() + bytes.len() > LINE_BYTES_MAX {
+        if self.joined.len() + self.line.len() + bytes.len() > LINE_BYTES_MAX {
             self.line = Vec::new();
             return self.error(502, "the worker sent an event that is too long");
         }
@@ -196,19 +204,35 @@ impl StreamTranslator {
         if self.is_over {
             return;
         }
+        if line.is_empty() && !self.joined.is_empty() {
+            let data = std::mem::take(&mut self.joined);
+            if !self.read_data(&data) {
+                self.error(502, "the worker sent an event of an unknown form");
+            }
+        }
         let Some(data) = line.strip_prefix(b"data:").map(<[u8]>::trim_ascii) else { return };
+        if !data.is_empty() && (!self.joined.is_empty() || !self.read_data(data)) {
+            self.joined.extend_from_slice(data);
+            self.joined.push(b'\n');
+        }
+    }
+
+    /// Returns whether the data is a complete chunk.
+    fn read_data(&mut self, data: &[u8]) -> bool {
         if data == b"[DONE]" {
             if self.id.is_some() {
                 self.stop();
             }
-            return;
+            return true;
         }
-        let Ok(chunk) = serde_json::from_slice::<Chat<'_>>(data) else {
-            return self.error(502, "the worker sent an event of an unknown form");
-        };
-        let whole = || serde_json::from_slice(data).ok().filter(|_| chunk.object.as_deref() == Some("error"));
-        if let Some(error) = chunk.error.or_else(whole) {
-            let (status, message) = error_of(error);
+        let chunk = serde_json::from_slice::<Chat<'_>>(data).map(|chunk| self.chunk(chunk, data));
+        chunk.is_ok()
+    }
+
+    fn chunk(&mut self, chunk: Chat<'_>, data: &[u8]) {
+        let is_error = chunk.error.is_some() || chunk.object.as_deref() == Some("error");
+        if let Some(status) = is_error.then(|| error_status(data)).flatten() {
+            let message = error_message(data).unwrap_or_else(|| "the worker reported an error".to_owned());
             let known = Known { prompt_tokens: self.prompt_tokens, ..Known::default() };
             return self.error(status, &in_anthropic_words(&message, known).unwrap_or(message));
         }
@@ -406,19 +430,10 @@ impl StreamTranslator {
     }
 }
 
-/// Status and message of an error event.
-fn error_of(error: &RawValue) -> (u16, String) {
-    #[derive(Deserialize)]
-    struct ErrorObject {
-        message: Option<String>,
-        code: Option<serde_json::Value>,
-    }
-    let unnamed = || "the worker reported an error".to_owned();
-    if let Ok(message) = serde_json::from_str(error.get()) {
-        return (500, message);
-    }
-    let Ok(error) = serde_json::from_str::<ErrorObject>(error.get()) else { return (500, unnamed()) };
-    let code = error.code.and_then(|code| code.as_u64()).and_then(|code| u16::try_from(code).ok());
-    let status = code.filter(|code| (400..600).contains(code)).unwrap_or(500);
-    (status, error.message.unwrap_or_else(unnamed))
+/// Status of an event with this data, if it is an error.
+fn error_status(data: &[u8]) -> Option<u16> {
+    let mut reader = AnswerReader::new(AnswerKind::Events);
+    reader.read(format!("data: {}", String::from_utf8_lossy(data).replace('\n', " ")).as_bytes());
+    reader.end();
+    reader.error_status()
 }

@@ -282,11 +282,19 @@ fn chunks_of(pieces: &[Piece]) -> (Vec<Value>, BTreeMap<&'static str, String>) {
 }
 
 proptest! {
+    /// Also for any line ends, and for data over several lines.
     #[test]
-    fn any_split_gives_the_same_well_formed_events(pieces in pieces(), cuts in proptest::collection::vec(any::<u16>(), 0..12)) {
+    fn any_split_gives_the_same_well_formed_events(
+        pieces in pieces(),
+        line_end in prop_oneof![Just("\n"), Just("\r\n"), Just("\r")],
+        is_pretty: bool,
+        cuts in proptest::collection::vec(any::<u16>(), 0..12),
+    ) {
         let (chunks, texts) = chunks_of(&pieces);
-        let bytes = sse(&chunks);
-        let events = events_of(&bytes);
+        let events = events_of(&sse(&chunks));
+        let json = |chunk: &Value| if is_pretty { format!("{chunk:#}") } else { chunk.to_string() };
+        let data: String = chunks.iter().map(|chunk| format!("data: {}\n\n", json(chunk).replace('\n', "\ndata: "))).collect();
+        let bytes = format!("{data}data: [DONE]\n\n").replace('\n', line_end).into_bytes();
         let mut cuts: Vec<usize> = cuts.iter().map(|cut| usize::from(*cut) % (bytes.len() + 1)).collect();
         cuts.extend([0, bytes.len()]);
         cuts.sort_unstable();
