@@ -24,7 +24,7 @@ use crate::discovery::{HttpUrl, HttpUrlError};
 const BUFFER_BYTES: usize = 64 << 10;
 
 /// Maximum number of response headers.
-const HEADERS_MAX: usize = 100;
+const HEADERS_MAX: usize = 1_000;
 
 /// Maximum length of an API key.
 const KEY_BYTES_MAX: usize = 4 << 10;

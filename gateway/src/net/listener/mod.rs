@@ -47,8 +47,11 @@ pub(crate) use socket::{Reserved, ReservedSockets};
 use super::budget::RequestBudget;
 
 /// Maximum length of a request head, and of buffered unread data; HTTP/1.1 may exceed it by one read. Longer heads, and
-/// heads above hyper's limit of 100 headers, are rejected with 431.
+/// heads with more headers, are rejected with 431.
 const HEAD_BYTES_MAX: usize = 64 << 10;
+
+/// Maximum headers of a request or response of HTTP/1.1. Those of HTTP/2 are limited by their bytes.
+pub(super) const HEADERS_MAX: usize = 1_000;
 
 /// Maximum unread bytes of the bodies of an HTTP/2 connection.
 const WINDOW_BYTES: u32 = 256 << 10;
@@ -283,7 +286,8 @@ impl Http {
     fn new(head_timeout: Duration, streams_max: u32) -> Self {
         let mut builder = auto::Builder::new(TokioExecutor::new());
         let mut http1 = builder.http1();
-        http1.timer(TokioTimer::new()).header_read_timeout(head_timeout).max_buf_size(HEAD_BYTES_MAX);
+        http1.timer(TokioTimer::new()).header_read_timeout(head_timeout);
+        http1.max_buf_size(HEAD_BYTES_MAX).max_headers(HEADERS_MAX);
         let mut http2 = builder.http2();
         http2.timer(TokioTimer::new()).max_header_list_size(HEAD_BYTES_MAX as u32).max_concurrent_streams(streams_max);
         http2.initial_connection_window_size(WINDOW_BYTES).initial_stream_window_size(WINDOW_BYTES);

@@ -28,6 +28,7 @@ use tower::util::MapResponse;
 
 use self::ended::{Observed, Signaling};
 use self::keys::WorkerKeys;
+use super::listener::HEADERS_MAX;
 use crate::settings::{Secret, SecretError};
 
 mod access;
@@ -263,6 +264,7 @@ fn client(tls: ClientConfig, connect_timeout: Duration) -> HttpsClient {
         .pool_timer(TokioTimer::new())
         .pool_idle_timeout(IDLE_KEPT)
         .pool_max_idle_per_host(IDLE_PER_WORKER_MAX)
+        .http1_max_headers(HEADERS_MAX)
         .build(connector.wrap_connector(http).map_response(Signaling::new as fn(Stream) -> Signaling<Stream>))
 }
 
