@@ -74,6 +74,12 @@ impl Router {
         self.views().exclusions.get().out_of_service()
     }
 
+    /// Whether the rank's engine has reported that it sleeps. Does not block.
+    #[must_use]
+    pub fn is_asleep(&self, rank: WorkerRank) -> bool {
+        self.views().exclusions.get().asleep.contains(&rank)
+    }
+
     /// Latest load report of each rank's engine, in rank order; `None` without any report.
     #[must_use]
     pub fn engine_loads(&self) -> Vec<(WorkerRank, Option<EngineLoadFact>)> {

@@ -1,17 +1,22 @@
 //! Engines that sleep behind a gateway.
 
 use std::net::SocketAddr;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use pointsman::policy::Policy;
-use pointsman::protocol::{LoadSource, WorkerId};
-use pointsman::{NamedWorker, Prompt, RouteRequest, Router, RouterConfig};
+use pointsman::protocol::{LoadSource, WorkerConfig, WorkerId};
+
+use pointsman::{HealthState, NamedWorker, Prompt, RouteRequest, Router, RouterConfig};
 use pointsman_gateway::app::Gateway;
 use pointsman_gateway::settings::Settings;
 use pointsman_trial::mock::{MockConfig, MockEngine};
 use serde_json::json;
 
-use crate::common::proxy::{eventually, gateway, get, post, published, request, settings, until};
+use crate::common::proxy::{
+    Act, FINE_JSON, Scripted, answer, eventually, full_response, gateway, get, post, published, request, settings,
+    until,
+};
 
 const COMPLETIONS: &str = "/v1/completions";
 
@@ -20,14 +25,15 @@ async fn engine() -> MockEngine {
     MockEngine::start(config).await.expect("the engine starts")
 }
 
+/// A worker whose page is polled.
+fn polled(n: u64, config: WorkerConfig) -> NamedWorker {
+    let load = Some(LoadSource::Metrics(format!("{}/metrics", config.endpoint)));
+    NamedWorker { id: Some(WorkerId(n)), config: WorkerConfig { load, ..config }, probe: false }
+}
+
 /// `kv` over these engines, whose pages are polled often.
 fn on(engines: [&MockEngine; 2]) -> Settings {
-    let worker = |(n, engine): (u64, &MockEngine)| {
-        let mut config = published(engine);
-        config.load = Some(LoadSource::Metrics(format!("{}/metrics", engine.url())));
-        NamedWorker { id: Some(WorkerId(n)), config, probe: false }
-    };
-    let mut settings = settings((0..).zip(engines).map(worker).collect());
+    let mut settings = settings((0..).zip(engines).map(|(n, engine)| polled(n, published(engine))).collect());
     let defaults = RouterConfig { block_size: Some(4), policy: Policy::Kv.into(), ..RouterConfig::default() };
     settings.models[0].router = defaults;
     settings.models[0].router.engine_load.interval_ms = 5;
@@ -117,5 +123,39 @@ async fn queued_requests_wait_until_an_engine_is_awake() {
     gateway.shutdown(Duration::ZERO).await;
     for engine in engines {
         engine.shutdown().await;
+    }
+}
+
+/// An engine that falls asleep at the first request, unless another one has.
+async fn sleepy(n: usize, asleep: &Arc<OnceLock<usize>>) -> Scripted {
+    let asleep = Arc::clone(asleep);
+    Scripted::with(Vec::new(), move |_, got| match got.head.contains("/metrics") {
+        true => {
+            let awake = u8::from(asleep.get() != Some(&n));
+            vec![full_response("200 OK", &format!("vllm:engine_sleep_state{{sleep_state=\"awake\"}} {awake}\n"))]
+        }
+        false if asleep.set(n).is_ok() => vec![Act::Hang],
+        false => answer("200 OK", FINE_JSON),
+    })
+    .await
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn requests_at_an_engine_that_falls_asleep_are_retried() {
+    for (n_engines, status) in [(1, 503), (2, 200)] {
+        let asleep = Arc::default();
+        let engines = [sleepy(0, &asleep).await, sleepy(1, &asleep).await];
+        let workers = (0..).zip(&engines[..n_engines]).map(|(n, engine)| polled(n, WorkerConfig::at(engine.url())));
+        let mut settings = settings(workers.collect());
+        settings.models[0].router.engine_load.interval_ms = 5;
+        settings.gateway.retry_share_max = 0.0;
+        let gateway = gateway(settings).await;
+        let answer = post(&gateway, COMPLETIONS, &json!({ "model": "mock", "prompt": [1] })).await;
+        assert_eq!(answer.status, status, "{answer:?}");
+        assert!(answer.text() == FINE_JSON || answer.code() == "no_eligible_worker", "{answer:?}");
+        let ranks = gateway.router("mock").expect("the model is served").rank_health().await.expect("up");
+        let in_state = |state| ranks.iter().filter(|rank| rank.state == state).count();
+        assert_eq!((in_state(HealthState::Asleep), in_state(HealthState::Healthy)), (1, n_engines - 1), "{ranks:?}");
+        gateway.shutdown(Duration::ZERO).await;
     }
 }

@@ -125,7 +125,7 @@ impl<'a> AttemptLoop<'a> {
             let routed = Instant::now();
             let placement = match self.place(&mut request, &mut progress.excluded, (ttft_target, elapsed)).await {
                 Ok(placement) => placement,
-                Err(error) if attempt == 1 => return Err(error.into()),
+                Err(error) if attempt == 1 || progress.reports.failures.is_asleep => return Err(error.into()),
                 // No other rank can serve the request, so the collected errors decide.
                 Err(_) => {
                     if progress.holds_retry {

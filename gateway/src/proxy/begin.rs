@@ -6,7 +6,8 @@
 //! [`Answer`](super::answer::Answer) streams the rest.
 
 use std::collections::VecDeque;
-use std::pin::Pin;
+use std::pin::{Pin, pin};
+use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -16,6 +17,7 @@ use axum::http::{HeaderMap, HeaderValue, StatusCode};
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::BodyExt as _;
 use hyper::body::Incoming;
+use pointsman::protocol::WorkerRank;
 use pointsman::{AnswerKind, AnswerReader};
 use tokio::time::{Instant, timeout_at};
 
@@ -23,22 +25,29 @@ use super::failure::Failure;
 use super::heartbeats::Heartbeats;
 use crate::formats::stream_error::body_of;
 use crate::net::upstream::UpstreamError;
+use crate::pools::model::Model;
 
 /// Maximum held bytes, except for the frame that exceeds them.
 const BEGIN_BYTES_MAX: usize = 64 << 10;
+
+/// Interval of the checks whether the engine sleeps.
+const SLEEP_CHECK: Duration = Duration::from_millis(500);
 
 /// Time limit of the start of a response.
 pub(super) struct TimeLimit {
     silence_max: Duration,
     deadline: Instant,
     latest: Instant,
+    rank: (Arc<Model>, WorkerRank),
+    checked_at: Instant,
 }
 
 impl TimeLimit {
-    /// At most `silence_max` without a heartbeat, and `whole_max` with heartbeats.
-    pub(super) fn new(silence_max: Duration, whole_max: Duration) -> Self {
-        let now = Instant::now();
-        Self { silence_max, deadline: now + silence_max, latest: now + silence_max.max(whole_max) }
+    /// At most `silence_max` without a heartbeat, and `whole_max` with heartbeats, at an engine that does not sleep.
+    pub(super) fn new(silence_max: Duration, whole_max: Duration, rank: (&Arc<Model>, WorkerRank)) -> Self {
+        let (now, rank) = (Instant::now(), (Arc::clone(rank.0), rank.1));
+        let latest = now + silence_max.max(whole_max);
+        Self { silence_max, deadline: now + silence_max, latest, rank, checked_at: now }
     }
 
     /// Restarts the time after a heartbeat.
@@ -46,10 +55,24 @@ impl TimeLimit {
         self.deadline = self.latest.min(Instant::now() + self.silence_max);
     }
 
-    /// The output of a future that completes in time.
-    pub(super) async fn of<T>(&self, future: impl Future<Output = T>) -> Result<T, Failure> {
-        let late = |_| Failure::NoResponse(UpstreamError::Timeout(self.silence_max));
-        timeout_at(self.deadline, future).await.map_err(late)
+    /// The output of a future that completes in time. A request that reached an engine before its sleep was known would
+    /// wait until it wakes.
+    pub(super) async fn of<T>(&mut self, future: impl Future<Output = T>) -> Result<T, Failure> {
+        let mut future = pin!(future);
+        loop {
+            let due = self.deadline.min(self.checked_at + SLEEP_CHECK);
+            if let Ok(output) = timeout_at(due, &mut future).await {
+                return Ok(output);
+            }
+            let (model, rank) = &self.rank;
+            if model.router.is_asleep(*rank) {
+                return Err(Failure::Asleep);
+            }
+            if due == self.deadline {
+                return Err(Failure::NoResponse(UpstreamError::Timeout(self.silence_max)));
+            }
+            self.checked_at = due;
+        }
     }
 }
 

@@ -1,7 +1,6 @@
 //! One exchange with a worker: from the request to a valid start of the response.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use axum::body::Bytes;
 use axum::http::header::{CONTENT_ENCODING, CONTENT_TYPE, UPGRADE};
@@ -10,7 +9,6 @@ use axum::http::{HeaderMap, HeaderValue, Request, StatusCode};
 use http_body_util::{BodyExt as _, Collected, Full, Limited};
 use hyper::body::Incoming;
 use pointsman::AnswerKind;
-use tokio::time::timeout;
 
 use super::begin::{ResponseStart, TimeLimit};
 use super::failure::{Failure, is_retried};
@@ -38,7 +36,7 @@ pub(super) async fn exchange(
     upstream: Upstream,
     request: Request<Full<Bytes>>,
     (endpoint, kind): (Endpoint, AnswerKind),
-    (limit, heartbeats): (TimeLimit, Option<Arc<Heartbeats>>),
+    (mut limit, heartbeats): (TimeLimit, Option<Arc<Heartbeats>>),
     on_head: impl FnOnce(StatusCode),
 ) -> Result<Checked, Failure> {
     let (head, body) = limit.of(send(&upstream, request, on_head)).await??;
@@ -58,7 +56,7 @@ pub(super) async fn exchange_whole(
     upstream: Upstream,
     request: Request<Full<Bytes>>,
     bytes_max: usize,
-    within: Duration,
+    mut limit: TimeLimit,
     on_head: impl FnOnce(StatusCode),
 ) -> Result<(Parts, Bytes), Failure> {
     let received = async {
@@ -72,7 +70,7 @@ pub(super) async fn exchange_whole(
         });
         Ok((head, body?))
     };
-    timeout(within, received).await.unwrap_or(Err(Failure::NoResponse(UpstreamError::Timeout(within))))
+    limit.of(received).await?
 }
 
 /// The head of a response with a status of success or of a client error.

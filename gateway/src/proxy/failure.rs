@@ -25,6 +25,8 @@ const X_SHOULD_RETRY: HeaderName = HeaderName::from_static("x-should-retry");
 pub(super) enum Failure {
     /// No response.
     NoResponse(UpstreamError),
+    /// The engine sleeps, as the router has learned since.
+    Asleep,
     /// A success status without a valid response, with the defect.
     Invalid(String),
     /// A retryable status.
@@ -51,21 +53,23 @@ impl Failure {
             ) => RetryReason::Broken,
             Self::NoResponse(UpstreamError::Key(_)) => RetryReason::Misconfigured,
             Self::Invalid(_) => RetryReason::InvalidAnswer,
+            Self::Asleep => RetryReason::Busy,
             Self::Status { status, .. } if is_refusal(*status) => RetryReason::Busy,
             Self::Status { status, .. } if is_misconfiguration(*status) => RetryReason::Misconfigured,
             Self::Status { .. } => RetryReason::ServerError,
         }
     }
 
-    /// Whether the cause is in this process and not at the rank.
+    /// Whether the failure does not count against the rank: its cause is in this process, or known.
     pub(super) fn is_local(&self) -> bool {
-        matches!(self, Self::NoResponse(error) if error.is_local())
+        matches!(self, Self::NoResponse(error) if error.is_local()) || matches!(self, Self::Asleep)
     }
 
     /// Health outcome of the rank, if the failure counts.
     pub(super) fn outcome(&self) -> Outcome {
         match self {
             Self::NoResponse(error) => error.outcome(),
+            Self::Asleep => Outcome::Refused { retry_after: None },
             Self::Invalid(_) => Outcome::InvalidAnswer,
             Self::Status { status, headers, .. } if is_refusal(*status) => {
                 Outcome::Refused { retry_after: retry_after(headers) }
@@ -79,14 +83,16 @@ impl Failure {
     pub(super) fn cause(&self) -> String {
         match self {
             Self::NoResponse(error) => error.to_string(),
+            Self::Asleep => "the engine sleeps".to_owned(),
             Self::Invalid(defect) => defect.clone(),
             Self::Status { status, .. } => format!("status {}", status.as_u16()),
         }
     }
 
-    /// Whether no connection was made, so that no engine did any work.
+    /// Whether no connection was made, or the engine sleeps, so that no engine did any work.
     pub(super) fn is_unreachable(&self) -> bool {
         matches!(self, Self::NoResponse(UpstreamError::Connect(error)) if error.is_unreachable)
+            || matches!(self, Self::Asleep)
     }
 
     /// Whether a kept connection was closed, as engines do without a fault.
@@ -96,7 +102,7 @@ impl Failure {
 
     /// Whether the worker sent nothing at all.
     pub(super) fn is_without_response(&self) -> bool {
-        matches!(self.reason(), RetryReason::Connect | RetryReason::Broken)
+        matches!(self.reason(), RetryReason::Connect | RetryReason::Broken) || matches!(self, Self::Asleep)
     }
 }
 
@@ -173,6 +179,8 @@ pub(super) fn counted_failure(failed_attempts: &[FailedAttempt], ending: Ending)
 #[derive(Default)]
 pub(super) struct Failures {
     pub(super) reasons: Vec<RetryReason>,
+    /// Whether the engine of the last attempt sleeps.
+    pub(super) is_asleep: bool,
     /// The last refusal or server error sent by a worker.
     last_error: Option<WorkerError>,
     /// The first response with 401, 403 or 404.
@@ -182,6 +190,7 @@ pub(super) struct Failures {
 impl Failures {
     pub(super) fn add(&mut self, failure: Failure) {
         let reason = failure.reason();
+        self.is_asleep = matches!(failure, Failure::Asleep);
         self.reasons.push(reason);
         if let Failure::Status { status, headers, body: Some(body) } = failure {
             let answer = Some(WorkerError { status, headers, body });

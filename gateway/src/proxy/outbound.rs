@@ -7,6 +7,7 @@ use axum::body::Bytes;
 use axum::http::header::{CONNECTION, UPGRADE};
 use axum::http::{HeaderMap, HeaderValue, Method, Request, StatusCode, Uri};
 use http_body_util::Full;
+use pointsman::protocol::WorkerRank;
 use pointsman::{AnswerKind, Placement};
 use tokio::time::Instant;
 
@@ -59,7 +60,8 @@ impl Attempt<'_> {
     /// Sends it.
     pub(super) async fn send(&mut self, outgoing: Outgoing<'_>) -> Result<Checked, Failure> {
         let request = self.request(outgoing).map_err(Failure::NoResponse)?;
-        self.outbound.exchange(request, self.account.heartbeats.clone(), |status| self.sent.answered(status)).await
+        let (rank, heartbeats) = (self.placement.rank(), self.account.heartbeats.clone());
+        self.outbound.exchange(request, rank, heartbeats, |status| self.sent.answered(status)).await
     }
 
     /// Sends the whole request.
@@ -76,13 +78,14 @@ impl Outbound<'_> {
     pub(super) fn exchange<F: FnOnce(StatusCode)>(
         &self,
         request: Request<Full<Bytes>>,
+        rank: WorkerRank,
         heartbeats: Option<Arc<Heartbeats>>,
         on_head: F,
     ) -> impl Future<Output = Result<Checked, Failure>> + use<F> {
         let (upstream, kinds) = (self.context.upstream.clone(), (self.endpoint, self.kind));
         // Heartbeats prove that an engine works, up to the time of a response that is not streamed.
         let answer_max = Duration::from_millis(self.context.settings.gateway.answer_timeout_ms);
-        let limit = TimeLimit::new(self.response_time_max(), answer_max);
+        let limit = TimeLimit::new(self.response_time_max(), answer_max, (self.model, rank));
         exchange(upstream, request, kinds, (limit, heartbeats), on_head)
     }
 

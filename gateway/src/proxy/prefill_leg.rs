@@ -1,7 +1,6 @@
 //! Prefill leg of a request with two legs.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use axum::body::Bytes;
 use axum::http::Request;
@@ -9,6 +8,7 @@ use http_body_util::Full;
 use pointsman::{Outcome, Placement};
 use tokio::sync::watch;
 
+use super::begin::TimeLimit;
 use super::engine_abort::EngineAbort;
 use super::exchange::exchange_whole;
 use super::failure::Failure;
@@ -40,7 +40,7 @@ pub(super) struct PrefillLeg {
     pub(super) upstream: Upstream,
     pub(super) request: Request<Full<Bytes>>,
     pub(super) protocol: Protocol,
-    pub(super) within: Duration,
+    pub(super) limit: TimeLimit,
     pub(super) values: watch::Sender<Option<LegValues>>,
     pub(super) wants_logprobs: bool,
     /// Abort of the leg, if its response does not end.
@@ -50,9 +50,9 @@ pub(super) struct PrefillLeg {
 impl PrefillLeg {
     /// Sends the leg. A response ends the booking's prefill and reports the cached tokens.
     pub(super) async fn run(self, placement: Placement, mut sent: WorkerRequest) -> PrefillEnd {
-        let Self { upstream, request, protocol, within, values, wants_logprobs, mut abort } = self;
+        let Self { upstream, request, protocol, limit, values, wants_logprobs, mut abort } = self;
         let on_head = |status| sent.answered(status);
-        let received = exchange_whole(upstream, request, PREFILL_BYTES_MAX, within, on_head).await;
+        let received = exchange_whole(upstream, request, PREFILL_BYTES_MAX, limit, on_head).await;
         if received.is_ok() {
             abort.ended();
         }

@@ -16,7 +16,7 @@ use pointsman::protocol::WorkerRank;
 use pointsman::{AnswerKind, Outcome, Placement, PrefillPlacement, RouteRequest, WhyLocal};
 use tokio::time::{Instant, timeout};
 
-use super::begin::ResponseStart;
+use super::begin::{ResponseStart, TimeLimit};
 use super::engine_abort::EngineAbort;
 use super::exchange::Checked;
 use super::failure::{Ending, Failure};
@@ -213,12 +213,12 @@ impl<'a> Split<'a> {
         let outgoing = self.outgoing(bodies.prefill(&transfer), &request_id);
         let mut prefill_request = outbound.request_to(model, prefill, outgoing)?;
         decode.account.trace.inject(prefill_request.headers_mut());
-        let (leg_values, values) = PrefillValues::of_leg();
+        let (within, (leg_values, values)) = (outbound.response_time_max(), PrefillValues::of_leg());
         let leg = PrefillLeg {
             upstream: upstream.clone(),
             request: prefill_request,
             protocol: pool.protocol(),
-            within: outbound.response_time_max(),
+            limit: TimeLimit::new(within, within, (model, prefill.rank())),
             values: leg_values,
             wants_logprobs: bodies.wants_prompt_logprobs(),
             abort: outbound.abort_of(model, prefill, bodies.abort_ids(&transfer)),
@@ -299,9 +299,10 @@ impl<'a> Split<'a> {
         let status = Arc::new(AtomicU16::new(0));
         let seen = Arc::clone(&status);
         let on_head = move |head: StatusCode| seen.store(head.as_u16(), Ordering::Relaxed);
+        let heartbeats = decode.account.heartbeats.clone();
         let mut both = BothLegs {
             prefill: Leg::start(leg),
-            decode: Leg::start(outbound.exchange(request, decode.account.heartbeats.clone(), on_head)),
+            decode: Leg::start(outbound.exchange(request, decode.placement.rank(), heartbeats, on_head)),
             decode_abort: outbound.abort_of(outbound.model, decode.placement, bodies.abort_ids(transfer)),
             lingers: (pool.protocol() == Protocol::Sglang).then_some(outbound.kind),
         };
