@@ -54,7 +54,7 @@ enum Effect {
 type Action = (&'static str, &'static [&'static str], bool, Effect);
 
 /// The paths are those of vLLM 0.33 with `VLLM_SERVER_DEV_MODE=1`, and of SGLang 0.5.23.
-const ACTIONS: [Action; 16] = [
+const ACTIONS: [Action; 17] = [
     ("sleep", &["/sleep", "/release_memory_occupation"], true, Effect::Pauses(Reason::Sleep)),
     ("wake", &["/wake_up", "/resume_memory_occupation"], false, Effect::Resumes(&[Reason::Sleep])),
     ("pause", &["/pause", "/pause_generation"], false, Effect::Pauses(Reason::Pause)),
@@ -66,6 +66,7 @@ const ACTIONS: [Action; 16] = [
     ("update_weights", &["/update_weights", "/update_weights_from_disk"], true, Effect::PausesMeanwhile),
     ("update_weights_from_distributed", &["/update_weights_from_distributed"], true, Effect::PausesMeanwhile),
     ("update_weights_from_tensor", &["/update_weights_from_tensor"], true, Effect::PausesMeanwhile),
+    ("update_weights_from_ipc", &["/update_weights_from_ipc"], true, Effect::PausesMeanwhile),
     ("finish_weights", &["/finish_weight_update", "/end_weight_update"], true, Effect::PausesMeanwhile),
     ("load_lora", &["/v1/load_lora_adapter", "/load_lora_adapter"], false, Effect::None),
     ("unload_lora", &["/v1/unload_lora_adapter", "/unload_lora_adapter"], false, Effect::None),

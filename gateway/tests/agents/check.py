@@ -31,6 +31,7 @@ CASES = {
     "claude-long-prompt": ("claude", {"refusal": "prompt"}, 1, "translate", {}),
     "claude-long-sum": ("claude", {"kind": "sglang", "refusal": "sum"}, 1, "translate", {}),
     "codex": ("codex", {}, 4, "translate", {}),
+    "codex-zstd": ("codex-zstd", {}, 2, "translate", {}),
     "codex-deaths": ("codex", {"kind": "sglang", "deaths": {2: "before", 5: "within"}}, 4, "translate", {}),
 }
 

@@ -1,6 +1,8 @@
 """Claude Code and Codex as child processes that know the gateway only."""
 
+import base64
 import contextlib
+import json
 import os
 import pathlib
 import signal
@@ -32,7 +34,22 @@ wire_api = "responses"
     return [agents / "codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "--json", prompt], {}
 
 
-AGENTS = {"claude": claude, "codex": codex}
+def codex_with_login(agents, home, url, model, prompt):
+    """Codex compresses its requests by zstd with a login of ChatGPT: here an invented one."""
+    command, variables = codex(agents, home, url, model, prompt)
+    config = home / ".codex/config.toml"
+    config.write_text(config.read_text().replace('name = "gateway"', 'name = "OpenAI"\nrequires_openai_auth = true'))
+    account = {"chatgpt_plan_type": "plus", "chatgpt_account_id": "account", "chatgpt_user_id": "user"}
+    claims = {"email": "a@localhost", "exp": 4102444800, "https://api.openai.com/auth": account}
+    token = ".".join(base64.urlsafe_b64encode(json.dumps(part).encode()).decode().rstrip("=") for part in [{"alg": "none"}, claims, {}])
+    tokens = {"id_token": token, "access_token": token, "refresh_token": "none", "account_id": "account"}
+    last_refresh = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    login = {"auth_mode": "chatgpt", "OPENAI_API_KEY": None, "tokens": tokens, "last_refresh": last_refresh}
+    (home / ".codex/auth.json").write_text(json.dumps(login))
+    return command, variables
+
+
+AGENTS = {"claude": claude, "codex": codex, "codex-zstd": codex_with_login}
 
 
 def start(stack, command_of, agents, url, model, prompt, variables):

@@ -78,6 +78,33 @@ def check_cache(fleet):
         fleet.check((status, cached) == (200, 0), f"the engine has computed it again: {cached} cached tokens")
 
 
+def check_weights(fleet, engine, directory):
+    """New weights invalidate the caches. vLLM receives weights by GPUs only: a failed update changes nothing."""
+    fleet.complete()
+    fleet.check(fleet.until(lambda: fleet.overlap() == BLOCKS), "the index has the prompt")
+    before = fleet.complete()[1]["choices"][0]["text"]
+    if engine == "vllm":
+        actions = {"init_weights": {"init_info": {}}, "start_weights": {}, "update_weights": {"update_info": {}}, "finish_weights": {}}
+        done = [action for action, body in actions.items() if fleet.act(action, body=body)]
+        fleet.check(not done and fleet.overlap() == BLOCKS, f"nothing has changed: {done}")
+        return fleet.check(fleet.complete()[0] == 200, "a failed update leaves no pause")
+    make_weights(directory)
+    fleet.check(fleet.act("update_weights", body={"model_path": str(directory / "weights"), "load_format": "safetensors"}), "all engines have the weights")
+    fleet.check(fleet.overlap() == 0, "the index has dropped the prompt")
+    status, answer = fleet.complete()
+    cached = (answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    fleet.check((status, cached) == (200, 0), f"the engine has computed it again: {cached} cached tokens")
+    fleet.check(answer["choices"][0]["text"] != before, "with other weights")
+
+
+def make_weights(directory):
+    """Random weights of the model, as a trainer stores them."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory / "model"))
+    model.save_pretrained(directory / "weights")
+
+
 def check_pause(fleet, begin, end):
     """Requests wait or are refused while the engines pause."""
     if not fleet.act(begin):
@@ -159,6 +186,7 @@ def main(binary, directory, engine):
         gateway.wait_for(listen, "/ready", 120)
         fleet = Fleet(listen, admin)
         check_cache(fleet)
+        check_weights(fleet, engine, directory)
         check_pause(fleet, "pause", "resume")
         check_pause(fleet, "sleep", "wake")
         if engine == "vllm":
