@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::test_support::rank;
-use pointsman::{Filter, HealthState, Outcome, Prompt, RankConditions, RouteRequest, Router, RouterConfig};
+use pointsman::{Filter, HealthState, Outcome, Placement, Prompt, RankConditions, RouteRequest, Router, RouterConfig};
 
 use crate::common::{config, router, tokens};
 
@@ -156,4 +156,40 @@ mod probes {
         until(&router, |states| states[1] == HealthState::Healthy).await;
         assert_eq!(open(&router).await, [0, 1, 2, 3]);
     }
+}
+
+/// 20 requests per second over four ranks. The prefills of rank 1 take ten times as long as the others'.
+#[tokio::test(start_paused = true)]
+async fn stalled_rank_gets_the_requests_of_three_seconds() {
+    let router = router(config(), 4).await;
+    let prompt = tokens(1, 8);
+    let (mut running, mut stuck, mut reached) = (Vec::<(u32, Placement)>::new(), Vec::new(), 0);
+    for step in 0..1_600 {
+        let hangs = (400..1_200).contains(&step);
+        pass(Duration::from_millis(50)).await;
+        if step == 1_200 {
+            assert_eq!(router.stalled().into_iter().collect::<Vec<_>>(), [rank(0)]);
+            running.extend(stuck.drain(..).map(|placement| (step, placement)));
+        }
+        for (_, placement) in running.extract_if(.., |(until, _)| *until <= step) {
+            placement.prefill_completed();
+            placement.outcome(Outcome::Ok);
+        }
+        if step < 400 {
+            assert_eq!(states(&router).await, [HealthState::Healthy; 4], "step {step}");
+        }
+        let request = format!("r{step}");
+        let placement = router.route(RouteRequest::new(&request, Prompt::Tokens(&prompt))).await.expect("placed");
+        match placement.rank().worker.0 {
+            0 if hangs => {
+                reached += 1;
+                stuck.push(placement);
+            }
+            1 => running.push((step + 60, placement)),
+            _ => running.push((step + 6, placement)),
+        }
+    }
+    println!("{reached} requests reached the stalled rank");
+    assert!((2..=25).contains(&reached), "{reached} of 800");
+    assert_eq!((states(&router).await, router.stalled().len()), (vec![HealthState::Healthy; 4], 0));
 }

@@ -19,6 +19,7 @@ use crate::actors::engine_load::EngineLoadSources;
 use crate::actors::gauges::GaugeSources;
 #[cfg(feature = "discovery")]
 use crate::actors::health::probe;
+use crate::actors::health::stalls;
 use crate::actors::io::clock::Clock;
 #[cfg(feature = "discovery")]
 use crate::actors::io::http::{EngineClient, PlainEngineClient};
@@ -284,6 +285,7 @@ async fn start_actors(
         scheduler: Arc::clone(&scheduler),
     }
     .watch();
+    stalls::watch(&config, clock, &views, &health);
     #[cfg(feature = "discovery")]
     probe::watch(&config, Arc::clone(&engine_client), &views.fleet, &views.status, &health);
     EngineLoadSources {

@@ -57,7 +57,7 @@ kinds! { radix, Radix, RadixMsg:
     #[cfg(feature = "zmq")] Names
 }
 kinds! { sequence, Sequence, SequenceMsg: Load, Book, Reconcile, Drain, Undrain, Retire; queries: }
-kinds! { health, HealthActor, HealthMsg: MembersChanged, Probed, Outcome, Wake, Report; queries: }
+kinds! { health, HealthActor, HealthMsg: MembersChanged, Probed, Outcome, Stalls, Wake, Report; queries: }
 kinds! { engine_loads, EngineLoads, EngineLoadMsg: Reported; queries: }
 kinds! { supervisor, SupervisorMsg:
     Membership, Follow, Reconcile, Drained, DrainTimedOut, Warmed, Ping, Hung,

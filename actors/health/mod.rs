@@ -8,8 +8,9 @@
 
 #[cfg(feature = "discovery")]
 pub(crate) mod probe;
+pub(crate) mod stalls;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
@@ -39,6 +40,8 @@ pub(crate) enum HealthMsg {
     Probed { worker: WorkerId, prober: u64, answer: Result<(), String> },
     /// Outcome of a request.
     Outcome { entry: Arc<RankEntry>, outcome: Outcome, began: Option<Timestamp>, permit: OwnedSemaphorePermit },
+    /// Ranks without progress, by incarnation, and those that made progress after that.
+    Stalls { overdue: BTreeMap<WorkerRank, u64>, progressed: BTreeSet<WorkerRank> },
     /// The timer for `at` has fired.
     Wake { at: Timestamp },
     /// Query for the health of all ranks.
@@ -123,6 +126,9 @@ impl HealthActor {
                 let (cause, worker) = (cause.name(), url(rank));
                 self.ejections.add(cause, 1);
                 tracing::warn!(pool, worker, worker_id = %rank.worker, rank = rank.rank, cause, "rank ejected");
+            }
+            HealthChange::Stalled { rank } => {
+                tracing::warn!(pool, worker = url(rank), worker_id = %rank.worker, rank = rank.rank, "rank stalled");
             }
             HealthChange::Returned { rank } => {
                 tracing::info!(pool, worker = url(rank), worker_id = %rank.worker, rank = rank.rank, "rank recovered");
@@ -232,6 +238,9 @@ impl ActorState for HealthActor {
             HealthMsg::Outcome { entry, outcome, began, permit } => {
                 self.on_outcome(&entry, outcome, began, &mut replies);
                 drop(permit);
+            }
+            HealthMsg::Stalls { overdue, progressed } => {
+                self.step_monitor(HealthInput::Stalls { overdue, progressed }, &mut replies);
             }
             HealthMsg::Wake { at } => self.on_wake(at, &mut replies),
             HealthMsg::Report(answer) => self.on_report(answer, &mut replies),

@@ -1,6 +1,7 @@
 //! Start and restart of the supervised actors.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use ractor::{Actor, ActorId, ActorProcessingErr, ActorRef};
 use tokio::runtime::Handle;
@@ -42,6 +43,8 @@ impl SupervisorState {
         let cells = SequenceCells {
             board: Arc::clone(&entry.board),
             learns: config.learns_speed().then(|| Arc::clone(&entry.speed)),
+            stalls: (config.health.stall_ms > 0)
+                .then(|| (Arc::clone(&entry.stalls), Duration::from_millis(config.health.stall_ms))),
             peers: Arc::clone(&entry.peers),
             scheduler: Arc::clone(&strands.scheduler_incarnation),
             directory: Arc::clone(directory),

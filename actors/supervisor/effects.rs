@@ -115,6 +115,7 @@ impl SupervisorState {
             since: self.dependencies.clock.now(),
             board: Arc::default(),
             speed: Arc::default(),
+            stalls: Arc::default(),
             holdings: Arc::default(),
             source: Arc::new(SourceCell::new(rank, &self.dependencies.views.ranks.degraded)),
             engine_load: Arc::default(),

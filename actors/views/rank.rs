@@ -10,7 +10,7 @@ use super::rank_counts::RankCounts;
 use super::slot_table::SlotTable;
 use crate::engine_load::EngineLoadCell;
 use crate::index::Holdings;
-use crate::load::{ArrivalsCell, BoardChanges, BoardSlot, PeerLoadCell, SpeedCell};
+use crate::load::{ArrivalsCell, BoardChanges, BoardSlot, PeerLoadCell, SpeedCell, StallCell};
 use crate::protocol::{Generation, Slot, Timestamp, WorkerId, WorkerRank};
 use crate::queue::QueueHeads;
 
@@ -32,6 +32,8 @@ pub(crate) struct RankEntry {
     pub(crate) source: Arc<SourceCell>,
     /// Learned engine speed, which outlives the sequence actor that writes it.
     pub(crate) speed: Arc<SpeedCell>,
+    /// Time by which a first token is due, written by the sequence actor.
+    pub(crate) stalls: Arc<StallCell>,
     /// Load as the engine reports it.
     pub(crate) engine_load: Arc<EngineLoadCell>,
     /// Load by other replicas, written by the replica actor.
@@ -72,6 +74,11 @@ impl RankEntries {
     /// All entries, those of leaving ranks included.
     pub(crate) fn all(&self) -> Vec<Arc<RankEntry>> {
         self.slots.all()
+    }
+
+    /// The entries for which this holds.
+    pub(crate) fn select(&self, holds: impl Fn(&RankEntry) -> bool) -> Vec<Arc<RankEntry>> {
+        self.slots.select(holds)
     }
 
     /// Number of joined and left ranks so far. Entries read after this call include them.

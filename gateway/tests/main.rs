@@ -48,6 +48,7 @@ mod replayed;
 mod replicas;
 mod scale_from_zero;
 mod sessions;
+mod stalled;
 mod stored_responses;
 mod targets;
 mod tokens;

@@ -109,6 +109,7 @@ class HealthChecks(TypedDict, total=False):
     outcome_failures_max: int
     ejection_ms: int
     ejected_share_max: float
+    stall_ms: int
 
 
 class SlowStart(TypedDict, total=False):

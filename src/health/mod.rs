@@ -6,6 +6,7 @@
 //! - *ejected on suspicion*: requests fail in another way. Not selected. Neither the last serving rank nor more than a
 //!   configured share of all ranks is ejected on suspicion; a rank beyond that limit remains in service as *suspected*.
 //! - *refusing*: the rank has recently refused a request. Selected after ranks that do not, until a back-off ends.
+//! - *stalled*: the rank owes first tokens and makes no progress. Treated like a refusing one.
 //! - *asleep*: the engine has reported that it sleeps. Never selected; requests may wait for it.
 //!
 //! Each of these states ends: by time, by successful probes, by an answered request, or when probing stops. Without
@@ -35,6 +36,9 @@ pub const EJECTION_MAX: Duration = Duration::from_millis(HealthConfig::EJECTION_
 
 /// Back-off after the first refused request; doubled by each further consecutive one.
 const REFUSAL_BACKOFF: Duration = Duration::from_secs(1);
+
+/// Consecutive back-offs as which the first one of a stalled rank counts: 4 s.
+const STALL_BACKOFFS: u32 = 2;
 
 /// Maximum back-off, unless the engine requests a longer one.
 const REFUSAL_BACKOFF_MAX: Duration = Duration::from_secs(16);
@@ -164,7 +168,7 @@ pub struct Exclusions {
     pub ejected: BTreeSet<WorkerRank>,
     /// Down: unreachable, or failing probes. Selected only if no other rank is left for a request.
     pub down: BTreeSet<WorkerRank>,
-    /// Refusing: in a back-off after refused requests. Selected after other ranks.
+    /// Refusing or stalled: in a back-off. Selected after other ranks.
     pub refusing: BTreeSet<WorkerRank>,
     /// Asleep, as reported by the engine. Not selected.
     pub asleep: BTreeSet<WorkerRank>,
@@ -214,6 +218,12 @@ pub enum HealthState {
         #[serde(rename = "until_seconds", serialize_with = "crate::protocol::timestamp_seconds::serialize")]
         until: Timestamp,
     },
+    /// Owes first tokens without progress; selected after other ranks.
+    Stalled {
+        /// End of the back-off, after which it is tried again.
+        #[serde(rename = "until_seconds", serialize_with = "crate::protocol::timestamp_seconds::serialize")]
+        until: Timestamp,
+    },
     /// Its engine has reported that it sleeps.
     Asleep,
     /// Out of service: ejected on suspicion, or down.
@@ -242,9 +252,10 @@ impl fmt::Display for RankHealth {
             HealthState::Healthy => write!(f, "{rank} is healthy"),
             HealthState::Asleep => write!(f, "{rank} is asleep: {reason}"),
             HealthState::Suspected => write!(f, "{rank} is suspected and kept as the last eligible rank: {reason}"),
-            HealthState::Refusing { until } => {
+            HealthState::Refusing { until } | HealthState::Stalled { until } => {
+                let what = if matches!(state, HealthState::Stalled { .. }) { "stalled" } else { "refusing requests" };
                 let seconds = until.since(Timestamp::default()).as_secs_f64();
-                write!(f, "{rank} is refusing requests until {seconds:.1} s after the router's start: {reason}")
+                write!(f, "{rank} is {what} until {seconds:.1} s after the router's start: {reason}")
             }
             HealthState::Ejected { until: None } => write!(f, "{rank} is ejected until probes succeed: {reason}"),
             HealthState::Ejected { until: Some(until) } => {

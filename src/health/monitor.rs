@@ -32,6 +32,13 @@ pub enum HealthInput {
         /// Time at which it was sent to the rank, if known.
         began: Option<Timestamp>,
     },
+    /// Ranks, by incarnation, that owe first tokens without progress, and ranks that made progress after that.
+    Stalls {
+        /// The ranks without progress.
+        overdue: BTreeMap<WorkerRank, u64>,
+        /// Those with progress.
+        progressed: BTreeSet<WorkerRank>,
+    },
     /// Time has passed.
     Wake,
 }
@@ -45,6 +52,11 @@ pub enum HealthChange {
         rank: WorkerRank,
         /// The cause.
         cause: Cause,
+    },
+    /// The rank is stalled.
+    Stalled {
+        /// The rank.
+        rank: WorkerRank,
     },
     /// The rank is in service again.
     Returned {
@@ -100,6 +112,7 @@ impl Monitor {
             HealthInput::Outcome { rank, incarnation, outcome, began } => {
                 self.on_outcome(rank, incarnation, outcome, began, now)
             }
+            HealthInput::Stalls { overdue, progressed } => self.on_stalls(&overdue, &progressed, now, changes),
             HealthInput::Wake => false,
         };
         if matters || self.next_wake.is_some_and(|at| at <= now) {
@@ -144,6 +157,7 @@ impl Monitor {
         match (known.wanted_since, known.refusals.until) {
             _ if known.member.asleep => HealthState::Asleep,
             (Some(_), _) => HealthState::Suspected,
+            (None, Some(until)) if known.refusals.is_stall => HealthState::Stalled { until },
             (None, Some(until)) => HealthState::Refusing { until },
             (None, None) => HealthState::Healthy,
         }
@@ -159,8 +173,10 @@ impl Monitor {
             .sentence
             .map(|_| format!("{} requests in a row failed, the last: {}", known.failures, known.last_failure.name()));
         let refusals = known.refusals.until.filter(|_| known.sentence.is_none());
-        let refusals =
-            refusals.map(|_| format!("back-off {} in a row after refused requests", known.refusals.in_a_row));
+        let refusals = refusals.map(|_| match known.refusals.is_stall {
+            true => "no progress, although first tokens are owed".to_owned(),
+            false => format!("back-off {} in a row after refused requests", known.refusals.in_a_row),
+        });
         let sleep = known.member.asleep.then(|| "its engine reports that it sleeps".to_owned());
         [sleep, probe, outcomes, refusals].into_iter().flatten().collect::<Vec<_>>().join("; ")
     }
@@ -283,6 +299,35 @@ impl Monitor {
             return false; // sent before the ejection, which it therefore does not end
         }
         known.succeeded(began, now)
+    }
+
+    /// Starts the back-offs of stalled ranks, and ends those of ranks with progress. A rank that is still overdue when its
+    /// back-off ends serves until the next input, so that a request can show its progress.
+    fn on_stalls(
+        &mut self,
+        overdue: &BTreeMap<WorkerRank, u64>,
+        progressed: &BTreeSet<WorkerRank>,
+        now: Timestamp,
+        changes: &mut Vec<HealthChange>,
+    ) -> bool {
+        let mut any = false;
+        for (&rank, incarnation) in overdue {
+            let known = self.ranks.get_mut(&rank).filter(|known| known.member.incarnation == *incarnation);
+            let Some(known) = known else { continue };
+            if known.refusals.until.is_some_and(|until| until <= now) {
+                any = true; // ends now, and a request may try the rank
+                continue;
+            }
+            let was_stalled = known.refusals.is_stall && known.refusals.in_a_row > 0;
+            if known.refusals.stalled(now) {
+                any = true;
+                changes.extend((!was_stalled).then_some(HealthChange::Stalled { rank }));
+            }
+        }
+        for rank in progressed {
+            any |= self.ranks.get_mut(rank).is_some_and(|known| known.refusals.progressed());
+        }
+        any
     }
 
     /// Whether another rank serves and has refused no request since it last accepted one.

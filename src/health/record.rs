@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use super::{EJECTION_MAX, Outcome, REFUSAL_BACKOFF, REFUSAL_BACKOFF_MAX, RETRY_AFTER_MAX};
+use super::{EJECTION_MAX, Outcome, REFUSAL_BACKOFF, REFUSAL_BACKOFF_MAX, RETRY_AFTER_MAX, STALL_BACKOFFS};
 use crate::protocol::Timestamp;
 
 /// Facts about a rank that the monitor requires.
@@ -51,6 +51,8 @@ pub(super) struct Refusals {
     pub(super) until: Option<Timestamp>,
     /// Whether the engine requested that end with `Retry-After`.
     is_requested: bool,
+    /// Whether a stall was the cause.
+    pub(super) is_stall: bool,
 }
 
 impl Refusals {
@@ -67,11 +69,31 @@ impl Refusals {
         if self.in_a_row == 0 {
             self.since = now;
         }
+        self.is_stall = false;
         let doubled = REFUSAL_BACKOFF.saturating_mul(1 << self.in_a_row.min(16)).min(REFUSAL_BACKOFF_MAX);
         self.in_a_row = self.in_a_row.saturating_add(1);
         self.is_requested = requested.is_some_and(|after| after >= doubled);
         self.until = Some(now + requested.unwrap_or_default().max(doubled));
         true
+    }
+
+    /// Counts a stall. Returns whether it starts a new back-off. Before the first refusal, stalls have longer ones.
+    pub(super) fn stalled(&mut self, now: Timestamp) -> bool {
+        let before = *self;
+        if self.in_a_row == 0 {
+            (self.in_a_row, self.since) = (STALL_BACKOFFS, now);
+        }
+        if self.add(None, now) {
+            self.is_stall = true;
+            return true;
+        }
+        *self = before;
+        false
+    }
+
+    /// Ends the back-off of a stall: the rank has made progress.
+    pub(super) fn progressed(&mut self) -> bool {
+        self.is_stall && self.until.is_some() && self.accepted(None)
     }
 
     /// Counts an answered request sent at `began`. A request sent after the first refusal ends the sequence, and a

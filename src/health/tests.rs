@@ -1,6 +1,6 @@
 //! Examples, and property tests of random histories against the ejection limits.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use proptest::prelude::*;
@@ -364,6 +364,50 @@ fn suspected_rank_backs_off() {
     assert_eq!(pool.refusing(), [0], "slow ranks are not: others would drown");
 }
 
+impl Pool {
+    fn stalls(&mut self, overdue: &[u64], progressed: &[u64], now: Timestamp) {
+        let overdue = overdue.iter().map(|worker| (rank(*worker), self.members[&rank(*worker)].incarnation)).collect();
+        let progressed = progressed.iter().copied().map(rank).collect();
+        self.step(HealthInput::Stalls { overdue, progressed }, now);
+    }
+}
+
+#[test]
+fn stalled_rank_is_tried_between_back_offs_until_it_makes_progress() {
+    let mut pool = Pool::new(RULES, 4);
+    let mut now = 1;
+    for seconds in [4, 8, 16, 16] {
+        pool.stalls(&[0], &[], at(now));
+        assert_eq!(pool.of(0).state, HealthState::Stalled { until: at(now + seconds) });
+        assert_eq!((pool.refusing(), pool.ejected()), (vec![0], vec![]));
+        pool.stalls(&[0], &[], at(now + seconds - 1));
+        assert_eq!(pool.refusing(), [0], "still");
+        now += seconds;
+        pool.stalls(&[0], &[], at(now));
+        assert_eq!(pool.refusing(), NOBODY, "a request may try it, even if no timer came before");
+    }
+    assert_eq!(pool.changes, [HealthChange::Stalled { rank: rank(0) }], "reported once");
+    pool.stalls(&[0], &[], at(now));
+    pool.stalls(&[], &[0], at(now + 1));
+    assert_eq!((pool.of(0).state, pool.monitor.counts_failures_of(rank(0))), (HealthState::Healthy, false));
+    pool.stalls(&[0], &[], at(now + 2));
+    assert_eq!(pool.of(0).state, HealthState::Stalled { until: at(now + 6) }, "counted anew");
+    pool.members.insert(rank(0), Member { incarnation: 1, available: true, asleep: false });
+    pool.tell_members(at(now + 3));
+    let earlier = BTreeMap::from([(rank(0), 0)]);
+    pool.step(HealthInput::Stalls { overdue: earlier, progressed: BTreeSet::new() }, at(now + 3));
+    assert_eq!(pool.of(0).state, HealthState::Healthy, "another engine");
+}
+
+#[test]
+fn progress_ends_no_back_off_of_a_refusal() {
+    let mut pool = Pool::new(RULES, 4);
+    pool.outcome(0, refused(None), at(1));
+    pool.stalls(&[0], &[], at(1));
+    pool.stalls(&[], &[0], at(1));
+    assert_eq!(pool.of(0).state, HealthState::Refusing { until: at(2) });
+}
+
 #[derive(Clone, Debug)]
 enum Act {
     Outcome(u64, Outcome),
@@ -374,6 +418,7 @@ enum Act {
     Available(u64, bool),
     /// The engine falls asleep or wakes up.
     Sleep(u64, bool),
+    Stalls(u64, u64),
     Join(u64),
     Leave(u64),
     Pass(u64),
@@ -398,6 +443,7 @@ fn acts() -> impl Strategy<Value = Act> {
         4 => (0..9u64).prop_map(Act::Unreachable),
         6 => (0..9u64, prop::bool::weighted(0.3)).prop_map(|(worker, well)| Act::Probe(worker, well)),
         2 => (0..9u64, any::<bool>()).prop_map(|(worker, available)| Act::Available(worker, available)),
+        2 => (0..9u64, 0..9u64).prop_map(|(overdue, progressed)| Act::Stalls(overdue, progressed)),
         2 => (0..9u64, any::<bool>()).prop_map(|(worker, asleep)| Act::Sleep(worker, asleep)),
         1 => (0..9u64).prop_map(Act::Join),
         1 => (0..9u64).prop_map(Act::Leave),
@@ -436,6 +482,9 @@ proptest! {
                 },
                 Act::Sleep(worker, asleep) => if let Some(&known) = pool.members.get(&rank(worker)) {
                     pool.set(worker, Member { asleep, ..known }, at(now));
+                },
+                Act::Stalls(overdue, progressed) => if pool.members.contains_key(&rank(overdue)) {
+                    pool.stalls(&[overdue], &[progressed], at(now));
                 },
                 Act::Join(worker) => {
                     incarnation += 1;

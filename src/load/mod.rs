@@ -26,6 +26,7 @@ mod prompts;
 mod sequences;
 mod sketch;
 mod speed;
+mod stall;
 mod step;
 mod weight;
 
@@ -44,6 +45,7 @@ pub use peers::{ArrivalsCell, PeerLoad, PeerLoadCell, PlacementRate};
 pub use sequences::{ActiveSequences, BookError, BookedBlocks, Change, Projection, PromptBlocks, RankLoad};
 pub use sketch::{PromptFingerprint, PromptSketch};
 pub use speed::{ATTENTION_TOKENS, EngineSpeed, PublishedSpeed, SpeedCell, SpeedSample, work_tokens};
+pub use stall::{StallCell, StallMeter};
 pub use step::{LearnedStep, StepSample};
 pub use weight::{Weight, WeightError};
 

@@ -6,13 +6,15 @@
 //! and completions to its [`SpeedMeter`].
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use smallvec::SmallVec;
 
 use super::{CurrentIncarnation, Defect};
 use crate::directory::{Directory, Lease, LeaseState};
 use crate::load::{
-    ActiveSequences, BoardLoad, BoardSlot, PeerLoadCell, PrefillLoadHint, PromptBlocks, SpeedCell, SpeedMeter,
+    ActiveSequences, BoardLoad, BoardSlot, Change, PeerLoad, PeerLoadCell, PrefillLoadHint, PromptBlocks, SpeedCell,
+    SpeedMeter, StallCell, StallMeter,
 };
 use crate::protocol::{Generation, Slot, TimeSource, Timestamp};
 use crate::schedule::{BookNumber, Decision, LoadAnswer};
@@ -80,6 +82,8 @@ pub struct SequenceCells {
     pub board: Arc<BoardSlot>,
     /// Present if speeds are learned.
     pub learns: Option<Arc<SpeedCell>>,
+    /// Stalls of the rank, and the constant part of the time allowed; absent if they are not detected.
+    pub stalls: Option<(Arc<StallCell>, Duration)>,
     /// Load of the rank by other replicas.
     pub peers: Arc<PeerLoadCell>,
     /// Present incarnation of the scheduler. Books of earlier ones are dropped.
@@ -99,6 +103,7 @@ pub struct SequenceShell<A> {
     cells: SequenceCells,
     /// Present if speeds are learned.
     meter: Option<SpeedMeter>,
+    stalls: Option<StallMeter>,
     /// Whether requests wait for falling load, which is then reported.
     is_queueing: bool,
     /// Dropped when the last booking has ended.
@@ -124,6 +129,7 @@ impl<A> SequenceShell<A> {
             applied: 0,
             active: ActiveSequences::new(true), // the given prompts determine sharing
             meter: cells.learns.as_ref().map(|cell| SpeedMeter::new(Arc::clone(cell), block_size)),
+            stalls: cells.stalls.as_ref().map(|(cell, slack)| StallMeter::new(Arc::clone(cell), *slack)),
             is_queueing,
             draining: None,
             cells,
@@ -259,18 +265,27 @@ impl<A> SequenceShell<A> {
     fn book(&mut self, lease: &Lease, at: Timestamp) {
         // Booking numbers are unique, so a duplicate cannot occur; it would be counted already.
         let _ = self.active.book(lease.booking(), lease.prompt().clone(), lease.hint(), at);
+        if let Some(stalls) = &mut self.stalls {
+            stalls.booked(lease.booking(), lease.hint(), peer_tokens(&self.cells), at);
+        }
     }
 
     /// Updates the booking to the present state of its lease.
     fn agree_with(&mut self, lease: &Lease, now: Timestamp) {
         let progress = lease.progress();
+        let mut changes = [Change::NoChange; 2];
         if progress.prefill_completed {
-            self.active.complete_prefill(lease.booking(), now);
+            changes[0] = self.active.complete_prefill(lease.booking(), now);
         }
         if let Some(meter) = &mut self.meter {
             meter.reported(lease.booking(), progress.prefill_completed, progress.output.block_count(), now);
         }
-        self.active.set_output(lease.booking(), &progress.output);
+        changes[1] = self.active.set_output(lease.booking(), &progress.output);
+        if let Some(stalls) = &mut self.stalls
+            && changes.contains(&Change::Applied)
+        {
+            stalls.progressed(lease.booking(), peer_tokens(&self.cells), now);
+        }
         match lease.state() {
             LeaseState::Booked { .. } => {}
             LeaseState::Pending | LeaseState::Ended => self.free(lease, now),
@@ -283,6 +298,9 @@ impl<A> SequenceShell<A> {
             return;
         }
         self.active.free(lease.booking(), now);
+        if let Some(stalls) = &mut self.stalls {
+            stalls.ended(lease.booking());
+        }
         if let Some(meter) = &mut self.meter {
             if let Some(itl) = lease.mean_itl.get() {
                 meter.paced(lease.booking(), *itl, now);
@@ -299,4 +317,10 @@ impl<A> SequenceShell<A> {
         }
         self.cells.board.publish(&board);
     }
+}
+
+/// Prompt tokens that other replicas have last reported for the rank.
+fn peer_tokens(cells: &SequenceCells) -> u64 {
+    let PeerLoad { prefill_tokens, unmodelled_tokens, .. } = cells.peers.read();
+    u64::from(prefill_tokens) + u64::from(unmodelled_tokens)
 }

@@ -93,6 +93,7 @@ pub(super) fn health(health: &RankHealth, now: Timestamp) -> Value {
         HealthState::Healthy => ("healthy", None),
         HealthState::Asleep => ("asleep", None),
         HealthState::Suspected => ("suspected", None),
+        HealthState::Stalled { until } => ("stalled", Some(until)),
         HealthState::Refusing { until } => ("refusing", Some(until)),
         HealthState::Ejected { until } => ("ejected", until),
     };

@@ -2,6 +2,7 @@
 
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Duration;
 
 use pointsman::internals::protocol::{Generation, Slot};
 use pointsman::internals::schedule::LoadAnswer;
@@ -41,6 +42,7 @@ impl Gateway {
         let cells = SequenceCells {
             board: Arc::clone(&entry.cells.board),
             learns: config.learns_speed().then(|| Arc::clone(&entry.cells.speed)),
+            stalls: Some((Arc::default(), Duration::from_secs(3))),
             peers: Arc::clone(&entry.cells.peers),
             scheduler: Arc::clone(&self.scheduler_incarnation),
             directory: Arc::clone(&self.directory),

@@ -108,6 +108,7 @@ pub fn rank(facts: &RankFacts<'_>) -> (&'static str, Vec<Problem>) {
             HealthState::Healthy => ("", Level::Ok),
             HealthState::Asleep => ("asleep", Level::Notice),
             HealthState::Suspected => ("suspected", Level::Warning),
+            HealthState::Stalled { .. } => ("stalled", Level::Warning),
             HealthState::Refusing { .. } => ("refusing", Level::Warning),
             HealthState::Ejected { .. } => ("ejected", Level::Critical),
         };
@@ -302,6 +303,7 @@ impl Complaint {
             "ejected" | "suspected" if is_silent => ("does not answer", "do not answer"),
             "ejected" => ("is ejected", "are ejected"),
             "suspected" => ("is suspected", "are suspected"),
+            "stalled" => ("is stalled", "are stalled"),
             "refusing" => ("refuses requests", "refuse requests"),
             "cordoned" => ("is cordoned", "are cordoned"),
             "draining" => ("is draining", "are draining"),

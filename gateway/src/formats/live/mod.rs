@@ -116,7 +116,7 @@ pub struct RankState {
     pub endpoint: String,
     /// Level of its problems.
     pub level: Level,
-    /// `serving`, `draining`, `cordoned`, `suspected`, `refusing` or `ejected`.
+    /// `serving`, `draining`, `cordoned`, `suspected`, `stalled`, `refusing` or `ejected`.
     pub status: String,
     /// Its problems, the most serious first.
     pub problems: Vec<String>,

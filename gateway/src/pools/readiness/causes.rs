@@ -76,6 +76,7 @@ pub(super) fn warnings(model: &Model) -> Vec<String> {
     if model.router.config().events.mode == EventMode::On && model.router.config().has_index() {
         warnings.extend(of_unread(&model.router.workers()));
     }
+    warnings.extend(of_stalled(model.router.stalled().len()));
     warnings.extend(of_sources(model.router.kv_sources()));
     warnings.extend(model.tokens.warnings());
     warnings.extend(of_unreported(&model.router.workers()));
@@ -119,6 +120,10 @@ fn of_unread(workers: &[WorkerEntry]) -> Option<String> {
     let unread = all.iter().filter(|(entry, rank)| !is_read(entry, *rank)).count();
     (unread > 0)
         .then(|| format!("{unread} of {} ranks have no KV event endpoint: their caches are not known", all.len()))
+}
+
+fn of_stalled(stalled: usize) -> Option<String> {
+    (stalled > 0).then(|| format!("{} without progress, although first tokens are owed", ranks(stalled)))
 }
 
 /// Facts that engines do not report, by reason.
