@@ -226,6 +226,21 @@ fn the_share_of_a_silent_replica_fades() {
     assert_eq!((peers.tick(at(12_000)), peers.tick(at(12_020))), (vec![rank], vec![]));
 }
 
+/// The clock of a restarted replica may be earlier.
+#[test]
+fn an_unknown_incarnation_is_a_later_life_and_a_replaced_one_an_earlier_one() {
+    let mut peers = PeerTable::new(LAYOUT);
+    let life = |incarnation| ReplicaLife { incarnation, ..LIFE };
+    for (n, incarnation) in [5, 9, 4].into_iter().enumerate() {
+        let received = peers.receive(life(incarnation), &summary(1, SummaryKind::Full, &[(n as u32, 10)]), at(0));
+        assert!(received.expect("applied").is_new, "{incarnation}");
+        assert_eq!((0..3).map(|rank| requests(&peers, rank, 0)).sum::<u32>(), 10, "the earlier load has gone");
+    }
+    let late = |peers: &mut PeerTable, millis| peers.receive(life(9), &summary(2, SummaryKind::Full, &[]), at(millis));
+    assert_eq!(late(&mut peers, 1_260).map_err(|error| error.name().to_owned()), Err("incarnation".to_owned()));
+    assert!(late(&mut peers, 1_300).expect("applied").is_new, "its successor is silent");
+}
+
 /// Prefills of several replicas on one rank progress together, at one second per second.
 #[test]
 fn queued_prefills_of_all_replicas_share_the_rank() {

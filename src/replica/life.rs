@@ -20,12 +20,12 @@ impl fmt::Display for ReplicaId {
     }
 }
 
-/// One life of a replica. A restarted replica has a higher incarnation.
+/// One life of a replica.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct ReplicaLife {
     /// The replica.
     pub replica: ReplicaId,
-    /// Milliseconds since the Unix epoch at its start.
+    /// Number of the life. Its order is a hint of the age only, because clocks may go back between two starts.
     pub incarnation: u64,
 }
 

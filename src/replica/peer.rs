@@ -11,6 +11,8 @@ use crate::protocol::{Timestamp, WorkerRank};
 #[derive(Debug)]
 pub(super) struct Peer {
     pub(super) life: ReplicaLife,
+    /// Incarnations that this one has replaced, the latest first.
+    earlier: Vec<u64>,
     /// Number of the newest full summary.
     full_sequence: u64,
     /// Number of the newest summary.
@@ -34,6 +36,9 @@ pub(super) struct Known {
     pub(super) received_at: Timestamp,
 }
 
+/// Number of replaced incarnations that are kept.
+const EARLIER_MAX: usize = 4;
+
 /// Multiple of the interval, beside [`SILENCE_MIN`], after which a replica without messages is silent.
 const SILENT_INTERVALS: u32 = 3;
 
@@ -47,9 +52,14 @@ const SAME_ARRIVAL: Duration = Duration::from_millis(10);
 pub(super) const FADE: Duration = Duration::from_secs(10);
 
 impl Peer {
-    pub(super) fn new(life: ReplicaLife, now: Timestamp) -> Self {
+    /// A replica at the first message of a life, which replaces the one `before`.
+    pub(super) fn new(life: ReplicaLife, before: Option<&Self>, now: Timestamp) -> Self {
+        let of_before = |before: &Self| [&[before.life.incarnation], &before.earlier[..]].concat();
+        let mut earlier = before.map(of_before).unwrap_or_default();
+        earlier.truncate(EARLIER_MAX);
         Self {
             life,
+            earlier,
             full_sequence: 0,
             latest_sequence: 0,
             received_at: now,
@@ -96,6 +106,12 @@ impl Peer {
             }
             self.has_left = summary.kind == SummaryKind::Last;
         }
+    }
+
+    /// Whether a message of this incarnation comes late: it was replaced, and its successor lives. Incarnations have no
+    /// order, so an unknown one is a new life.
+    pub(super) fn has_replaced(&self, incarnation: u64, now: Timestamp) -> bool {
+        self.earlier.contains(&incarnation) && !self.is_silent(now)
     }
 
     /// Time without messages after which the replica is silent.

@@ -151,17 +151,18 @@ impl PeerTable {
             return Err(RefusedSummary::Ranks { ranks: summary.ranks.len() });
         }
         let mut received = Received::default();
-        let known = self.peers.get(&from.replica).map(|peer| peer.life.incarnation);
+        let known = self.peers.get(&from.replica);
         match known {
-            Some(latest) if latest > from.incarnation => {
-                return Err(RefusedSummary::Incarnation { got: from.incarnation, latest });
+            Some(peer) if peer.life == from => {}
+            Some(peer) if peer.has_replaced(from.incarnation, now) => {
+                return Err(RefusedSummary::Incarnation { got: from.incarnation, latest: peer.life.incarnation });
             }
-            Some(latest) if latest == from.incarnation => {}
             None if self.peers.len() >= Self::PEERS_MAX => return Err(RefusedSummary::Peers),
             Some(_) | None => {
                 received.is_new = true;
-                let before = self.peers.insert(from.replica, Peer::new(from, now));
-                received.changed.extend(before.iter().flat_map(Peer::ranks));
+                received.changed.extend(known.into_iter().flat_map(Peer::ranks));
+                let peer = Peer::new(from, known, now);
+                self.peers.insert(from.replica, peer);
             }
         }
         if let Some(peer) = self.peers.get_mut(&from.replica) {

@@ -5,6 +5,7 @@
 
 mod bus;
 mod direct;
+mod lives;
 pub(crate) mod meters;
 mod nats;
 mod tls;
@@ -100,7 +101,7 @@ fn tls_files(settings: &ReplicasSettings) -> Option<[&PathBuf; 3]> {
 }
 
 fn life(settings: &ReplicasSettings) -> Result<ReplicaLife, ReplicasError> {
-    Ok(ReplicaLife { replica: replica_id(settings.id.as_deref())?, incarnation: unix_ms() })
+    Ok(ReplicaLife { replica: replica_id(settings.id.as_deref())?, incarnation: unix_ms() << 20 | random()? >> 44 })
 }
 
 fn peers_of(settings: &ReplicasSettings) -> Peers {
@@ -128,11 +129,15 @@ fn replica_id(name: Option<&str>) -> Result<ReplicaId, ReplicasError> {
     let mut id = [0; 8];
     match name {
         Some(name) => id.copy_from_slice(&digest::digest(&digest::SHA256, name.as_bytes()).as_ref()[..8]),
-        None => SystemRandom::new()
-            .fill(&mut id)
-            .map_err(|_| "replicas.id is absent, and the system has no random bytes")?,
+        None => return random().map(ReplicaId),
     }
     Ok(ReplicaId(u64::from_le_bytes(id)))
+}
+
+fn random() -> Result<u64, ReplicasError> {
+    let mut bytes = [0; 8];
+    SystemRandom::new().fill(&mut bytes).map_err(|_| "replicas: the system has no random bytes")?;
+    Ok(u64::from_le_bytes(bytes))
 }
 
 #[cfg(test)]

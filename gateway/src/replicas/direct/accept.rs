@@ -1,12 +1,15 @@
 //! Accepting side: receives messages, reports the own state, and sends snapshots.
 
-use std::sync::Arc;
+use std::cmp::Ordering;
+use std::collections::VecDeque;
+use std::net::IpAddr;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use pointsman::{ReplicaLife, ReplicaMessage};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{mpsc, watch};
-use tokio::task::JoinSet;
+use tokio::sync::{Semaphore, mpsc, oneshot, watch};
+use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{sleep, timeout};
 use tokio_rustls::TlsAcceptor;
 
@@ -16,10 +19,14 @@ use super::link::{
 };
 use super::seal::Side;
 use super::{FETCHES_MAX, Shared, left};
+use crate::replicas::lives::Lives;
 use crate::replicas::meters::RefusalReason;
 
-/// Maximum number of accepted connections, in the handshake or after it.
+/// Maximum number of accepted connections after their handshakes.
 const CONNECTIONS_MAX: usize = 256;
+
+/// Maximum number of handshakes. A further one ends the oldest of the address with the most.
+const HANDSHAKES_MAX: usize = 64;
 
 /// Pause after a failure to accept, such as a lack of descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
@@ -30,23 +37,26 @@ type Job = (u32, Arc<str>);
 /// Serves other replicas until this one leaves.
 pub(super) async fn accept(listener: TcpListener, shared: Arc<Shared>) {
     let mut leaving = shared.is_leaving.subscribe();
-    let mut connections = JoinSet::new();
+    let (mut connections, mut handshakes) = (JoinSet::new(), Handshakes::default());
+    let links = Arc::new(Semaphore::new(CONNECTIONS_MAX));
     loop {
         tokio::select! {
             biased;
             () = left(&mut leaving) => break,
             Some(_) = connections.join_next() => {}
             accepted = listener.accept() => match accepted {
-                Ok((_, address)) if connections.len() >= CONNECTIONS_MAX => {
-                    shared.meters.refused(RefusalReason::Connections, &address, "256 connections are open");
-                }
                 Ok((stream, address)) => {
-                    let shared = Arc::clone(&shared);
-                    connections.spawn(async move {
-                        if let Err(error) = serve(stream, &shared).await {
+                    if let Some(ended) = handshakes.make_room() {
+                        shared.meters.refused(RefusalReason::Connections, &ended, "64 handshakes are open");
+                    }
+                    let (shared, links) = (Arc::clone(&shared), Arc::clone(&links));
+                    let (shaking, is_done) = oneshot::channel();
+                    let task = connections.spawn(async move {
+                        if let Err(error) = serve(stream, &shared, &links, shaking).await {
                             shared.report(&address, &error);
                         }
                     });
+                    handshakes.0.push_back(Handshake { address: address.ip(), task, is_done });
                 }
                 Err(error) => {
                     tracing::debug!(%error, "no connection of a replica accepted");
@@ -59,8 +69,40 @@ pub(super) async fn accept(listener: TcpListener, shared: Arc<Shared>) {
     connections.shutdown().await;
 }
 
-/// Serves a connection to its end.
-async fn serve(stream: TcpStream, shared: &Shared) -> Result<(), LinkError> {
+/// A connection in its handshake.
+struct Handshake {
+    address: IpAddr,
+    task: AbortHandle,
+    /// Closed when the handshake is done.
+    is_done: oneshot::Receiver<()>,
+}
+
+/// Handshakes, oldest first. Each needs no key, so their number is limited apart from that of connections.
+#[derive(Default)]
+struct Handshakes(VecDeque<Handshake>);
+
+impl Handshakes {
+    /// Makes room for one more. Returns the address whose oldest handshake was ended for it.
+    fn make_room(&mut self) -> Option<IpAddr> {
+        self.0.retain_mut(|known| known.is_done.try_recv() == Err(oneshot::error::TryRecvError::Empty));
+        if self.0.len() < HANDSHAKES_MAX {
+            return None;
+        }
+        let count = |address: IpAddr| self.0.iter().filter(|known| known.address == address).count();
+        let (at, _) = self.0.iter().enumerate().rev().max_by_key(|(_, known)| count(known.address))?;
+        let ended = self.0.remove(at)?;
+        ended.task.abort();
+        Some(ended.address)
+    }
+}
+
+/// Serves a connection to its end. Drops `shaking` after the handshake.
+async fn serve(
+    stream: TcpStream,
+    shared: &Shared,
+    links: &Semaphore,
+    shaking: oneshot::Sender<()>,
+) -> Result<(), LinkError> {
     // Messages are small and urgent; a failure is not fatal.
     let _ = stream.set_nodelay(true);
     let stream: Box<dyn Stream> = match &shared.tls {
@@ -76,6 +118,10 @@ async fn serve(stream: TcpStream, shared: &Shared) -> Result<(), LinkError> {
     };
     let Link { life, reader, writer } =
         shake_hands(stream, Side::Accepting, shared.life, shared.key.as_ref(), &shared.meters).await?;
+    drop(shaking);
+    let Ok(_link) = links.try_acquire() else {
+        return Err(LinkError::Refused(RefusalReason::Connections, "256 connections are open"));
+    };
     if life.replica == shared.life.replica {
         // The dialling side reports it.
         return Ok(());
@@ -93,16 +139,18 @@ async fn serve(stream: TcpStream, shared: &Shared) -> Result<(), LinkError> {
 fn admit(shared: &Shared, life: ReplicaLife) -> Result<Arc<()>, LinkError> {
     let mut senders = shared.senders.lock();
     senders.retain(|_, (_, connected)| connected.strong_count() > 0);
-    let known = senders.get(&life.replica).and_then(|(newest, connected)| Some((*newest, connected.upgrade()?)));
-    match known {
-        Some((newest, _)) if newest > life.incarnation => Err(LinkError::STALE),
-        Some((newest, connected)) if newest == life.incarnation => Ok(connected),
-        _ => {
-            let connected = Arc::new(());
-            senders.insert(life.replica, (life.incarnation, Arc::downgrade(&connected)));
-            Ok(connected)
+    let (lives, known) = senders.entry(life.replica).or_insert_with(|| (Lives::new(life.incarnation), Weak::new()));
+    match lives.order(life.incarnation) {
+        Ordering::Less => return Err(LinkError::STALE),
+        Ordering::Equal => {}
+        Ordering::Greater => {
+            lives.replace(life.incarnation);
+            *known = Weak::new();
         }
     }
+    let connected = known.upgrade().unwrap_or_default();
+    *known = Arc::downgrade(&connected);
+    Ok(connected)
 }
 
 async fn receive(

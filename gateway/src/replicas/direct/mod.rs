@@ -13,10 +13,11 @@ mod seal;
 #[cfg(test)]
 mod tests;
 
+use std::cmp::Ordering;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Deref;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{self, AtomicBool, AtomicU32};
 use std::sync::{Arc, Weak};
 
 use bytes::Bytes;
@@ -27,6 +28,7 @@ use tokio::sync::oneshot;
 use tokio::task::JoinSet;
 
 use super::bus::{Bus, Carrier, Hub, left};
+use super::lives::Lives;
 use super::tls::MutualTls;
 use crate::settings::Secret;
 pub(crate) use dial::Peers;
@@ -48,9 +50,9 @@ pub(super) struct Shared {
     key: Option<DeploymentKey>,
     tls: Option<MutualTls>,
     /// Ends of the dialled connections.
-    peers: Mutex<BTreeMap<ReplicaId, Arc<Peer>>>,
-    /// Newest incarnations at the other ends of accepted connections, connected while the count is not zero.
-    senders: Mutex<BTreeMap<ReplicaId, (u64, Weak<()>)>>,
+    peers: Mutex<BTreeMap<ReplicaId, (Lives, Arc<Peer>)>>,
+    /// Lives at the other ends of accepted connections, connected while the count is not zero.
+    senders: Mutex<BTreeMap<ReplicaId, (Lives, Weak<()>)>>,
 }
 
 impl Deref for Shared {
@@ -117,17 +119,17 @@ impl Carrier for Shared {
             return;
         }
         let message = Frame::Message { topic: Some(topic), pool: Arc::clone(pool), payload }.encode();
-        let dropped = peers.values().map(|peer| peer.outbox.push(message.clone(), message.len())).sum::<u64>();
+        let dropped = peers.values().map(|(_, peer)| peer.outbox.push(message.clone(), message.len())).sum::<u64>();
         meters.dropped.increment(dropped);
     }
 
     async fn fetch(&self, from: ReplicaId, pool: &Arc<str>) -> Result<Bytes, String> {
-        let peer = self.peers.lock().get(&from).cloned().ok_or("it is not connected")?;
+        let peer = self.peers.lock().get(&from).map(|(_, peer)| Arc::clone(peer)).ok_or("it is not connected")?;
         if !is_pool_name(pool) {
             return Err("the name of the pool is too long".to_owned());
         }
         let (done, snapshot) = oneshot::channel();
-        let id = peer.next_fetch.fetch_add(1, Ordering::Relaxed);
+        let id = peer.next_fetch.fetch_add(1, atomic::Ordering::Relaxed);
         {
             let mut fetches = peer.fetches.lock();
             fetches.retain(|_, fetching| !fetching.done.is_closed());
@@ -147,13 +149,15 @@ impl Shared {
     /// Registers the connection to a replica; `false` if its life has another connection.
     fn join(&self, peer: &Arc<Peer>) -> Result<bool, LinkError> {
         let mut peers = self.peers.lock();
-        let known = peers.get(&peer.life.replica).map(|known| known.life.incarnation.cmp(&peer.life.incarnation));
-        match known {
-            Some(std::cmp::Ordering::Greater) => return Err(LinkError::STALE),
-            Some(std::cmp::Ordering::Equal) => return Ok(false),
-            Some(std::cmp::Ordering::Less) | None => {}
+        let ReplicaLife { replica, incarnation } = peer.life;
+        let mut lives = peers.get(&replica).map_or_else(|| Lives::new(incarnation), |(lives, _)| lives.clone());
+        match lives.order(incarnation) {
+            Ordering::Less => return Err(LinkError::STALE),
+            Ordering::Equal if peers.contains_key(&replica) => return Ok(false),
+            Ordering::Equal => {}
+            Ordering::Greater => lives.replace(incarnation),
         }
-        peers.insert(peer.life.replica, Arc::clone(peer));
+        peers.insert(replica, (lives, Arc::clone(peer)));
         self.publish_members(&peers);
         Ok(true)
     }
@@ -161,7 +165,7 @@ impl Shared {
     /// Removes an ended connection.
     fn part(&self, peer: &Arc<Peer>) {
         let mut peers = self.peers.lock();
-        if peers.get(&peer.life.replica).is_some_and(|known| Arc::ptr_eq(known, peer)) {
+        if peers.get(&peer.life.replica).is_some_and(|(_, known)| Arc::ptr_eq(known, peer)) {
             peers.remove(&peer.life.replica);
             self.publish_members(&peers);
         }
@@ -169,16 +173,16 @@ impl Shared {
 
     fn set_peer_serving(&self, peer: &Peer, is_serving: bool) {
         let peers = self.peers.lock();
-        if peer.is_serving.swap(is_serving, Ordering::Relaxed) != is_serving {
+        if peer.is_serving.swap(is_serving, atomic::Ordering::Relaxed) != is_serving {
             self.publish_members(&peers);
         }
     }
 
-    fn publish_members(&self, peers: &BTreeMap<ReplicaId, Arc<Peer>>) {
-        let member = |peer: &Arc<Peer>| ReplicaMember {
+    fn publish_members(&self, peers: &BTreeMap<ReplicaId, (Lives, Arc<Peer>)>) {
+        let member = |(_, peer): &(Lives, Arc<Peer>)| ReplicaMember {
             life: peer.life,
             address: peer.address.clone(),
-            is_serving: peer.is_serving.load(Ordering::Relaxed),
+            is_serving: peer.is_serving.load(atomic::Ordering::Relaxed),
         };
         self.members.send_replace(peers.values().map(member).collect());
     }

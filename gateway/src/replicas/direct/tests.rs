@@ -175,12 +175,15 @@ async fn unexpected_frames_and_other_protocols_are_malformed() {
 #[tokio::test]
 async fn an_earlier_life_is_refused_while_a_later_one_is_connected() {
     let scene = Scene::new().await;
-    let mut later = scene.link(life(2, 7)).await;
+    let mut first = scene.link(life(2, 6)).await;
+    assert!(first.reader.next().await.is_ok());
+    // Its clock has gone back.
+    let mut later = scene.link(life(2, 5)).await;
     assert!(later.reader.next().await.is_ok(), "the later life is admitted");
     let mut earlier = scene.link(life(2, 6)).await;
     closed(&mut earlier).await;
     scene.refused(RefusalReason::Stale, 1).await;
-    drop((later, earlier));
+    drop((first, later, earlier));
     // Nothing remains of the later life.
     let admitted = async {
         loop {
@@ -191,6 +194,22 @@ async fn an_earlier_life_is_refused_while_a_later_one_is_connected() {
         }
     };
     timeout(DEADLINE, admitted).await.expect("the earlier life is admitted");
+}
+
+#[tokio::test]
+async fn silent_connections_keep_no_replica_out() {
+    let scene = Scene::new().await;
+    let mut silent = Vec::new();
+    for _ in 0..300 {
+        silent.push(scene.connect().await);
+    }
+    let mut link = scene.link(life(2, 1)).await;
+    assert!(link.reader.next().await.is_ok(), "admitted beside 300 silent connections");
+    let ended =
+        [RefusalReason::Connections, RefusalReason::Timeout].map(|reason| scene.bus.shared.meters.count(reason));
+    assert!(ended.iter().sum::<u64>() >= 300 + 1 - 64, "{ended:?}");
+    drop(silent);
+    assert!(link.reader.next().await.is_ok(), "an authenticated connection is none of them");
 }
 
 impl FrameWriter<'_> {

@@ -4,13 +4,17 @@
 //! milliseconds (8 bytes each), the content, and with a key HMAC-SHA256 over subject and all before it (32 bytes). A
 //! message of another subject, a changed one, and one sent long ago are refused; [`Sequences`] refuses repeated ones.
 
+use std::cmp::Ordering::{Equal, Greater, Less};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use bytes::Bytes;
 use pointsman::{ReplicaId, ReplicaLife};
 use ring::hmac;
+use tokio::time::Instant;
 
+use crate::replicas::lives::Lives;
 use crate::replicas::meters::RefusalReason;
 use crate::settings::Secret;
 
@@ -25,6 +29,9 @@ pub(super) const OVERHEAD_BYTES: usize = HEAD_BYTES + TAG_BYTES;
 
 /// With a key, messages sent longer ago are refused, so the clocks of replicas may differ by half a minute.
 const AGE_MAX_MS: u64 = 30_000;
+
+/// Silence after which an earlier life may return: no message of it that could be repeated is valid any longer.
+const FORGET_AFTER: Duration = Duration::from_millis(2 * AGE_MAX_MS);
 
 /// Replicas and subjects whose sequence numbers are kept.
 const REPLICAS_MAX: usize = 256;
@@ -123,10 +130,11 @@ fn tag(key: &hmac::Key, subject: &str, message: &[u8]) -> hmac::Tag {
 #[derive(Default)]
 pub(super) struct Sequences(BTreeMap<ReplicaId, SenderSequences>);
 
-#[derive(Default)]
 struct SenderSequences {
-    incarnation: u64,
+    lives: Lives,
     last: BTreeMap<String, u64>,
+    /// Time of the last accepted message.
+    heard_at: Instant,
 }
 
 impl Sequences {
@@ -136,13 +144,20 @@ impl Sequences {
         if self.0.len() >= REPLICAS_MAX && !self.0.contains_key(&replica) {
             return Err((RefusalReason::Connections, "more than 256 replicas"));
         }
-        let sender = self.0.entry(replica).or_default();
-        if incarnation < sender.incarnation {
-            return Err((RefusalReason::Stale, "an earlier life of the replica"));
+        let new = |lives| SenderSequences { lives, last: BTreeMap::new(), heard_at: Instant::now() };
+        let sender = self.0.entry(replica).or_insert_with(|| new(Lives::new(incarnation)));
+        match sender.lives.order(incarnation) {
+            // While the later life sends, and as long as messages of the earlier one can be repeated.
+            Less if sender.heard_at.elapsed() < FORGET_AFTER => {
+                return Err((RefusalReason::Stale, "an earlier life of the replica"));
+            }
+            Equal => {}
+            Less | Greater => {
+                sender.lives.replace(incarnation);
+                *sender = new(sender.lives.clone());
+            }
         }
-        if incarnation > sender.incarnation {
-            *sender = SenderSequences { incarnation, last: BTreeMap::new() };
-        }
+        sender.heard_at = Instant::now();
         let subjects = sender.last.len();
         match sender.last.get_mut(subject) {
             Some(last) if *last >= envelope.sequence => Err((RefusalReason::Authentication, "a repeated message")),
@@ -203,9 +218,9 @@ mod tests {
         assert_eq!(reason(two.open("s", &vec![VERSION + 1; 99].into(), NOW_MS)), Some(RefusalReason::Version));
     }
 
-    #[test]
-    fn repeated_messages_and_earlier_lives_are_refused() {
-        let (old, new) = (sealer(1, 7, None), sealer(1, 8, None));
+    #[tokio::test(start_paused = true)]
+    async fn repeated_messages_and_earlier_lives_are_refused() {
+        let (old, new) = (sealer(1, 7, None), sealer(1, 6, None)); // the clock has gone back
         let envelope = |sealer: &Sealer| sealer.open("s", &sealer.seal("s", b"", NOW_MS), NOW_MS).expect("valid");
         let (first, second, of_new) = (envelope(&old), envelope(&old), envelope(&new));
         let mut sequences = Sequences::default();
@@ -216,5 +231,8 @@ mod tests {
         assert_eq!(sequences.accept("t", &first), Ok(()), "another subject");
         assert_eq!(sequences.accept("s", &of_new), Ok(()), "sequence numbers of a later life start again");
         assert_eq!(reason(sequences.accept("s", &second)), Some(RefusalReason::Stale));
+        tokio::time::advance(FORGET_AFTER).await;
+        assert_eq!(sequences.accept("s", &second), Ok(()), "it is alone");
+        assert_eq!(reason(sequences.accept("s", &of_new)), Some(RefusalReason::Stale));
     }
 }

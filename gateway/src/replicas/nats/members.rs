@@ -3,7 +3,8 @@
 //! The key is the replica's id, the value an envelope with one byte: 0 joined, 1 serving, 2 left. The bucket is in memory
 //! and is created again after a loss. Expiry counts from the receipt, so that a lost connection ends membership as well.
 
-use std::sync::Arc;
+use std::cmp::Ordering;
+use std::sync::{Arc, atomic};
 use std::time::Duration;
 
 use async_nats::Client;
@@ -15,6 +16,7 @@ use tokio::time::{Instant, interval, sleep, timeout};
 
 use super::{NatsMember, NatsState, left};
 use crate::observe::clock::unix_ms;
+use crate::replicas::lives::Lives;
 use crate::replicas::meters::{PeerState, RefusalReason};
 
 const BUCKET: &str = "pointsman-replicas-v1";
@@ -117,7 +119,9 @@ impl NatsState {
     async fn put(&self, bucket: &Store, state: u8) -> Result<(), String> {
         let key = self.life.replica.to_string();
         let entry = self.seal(&key, &[state]);
-        limited(bucket.put(&key, entry)).await.map(drop)
+        let revision = limited(bucket.put(&key, entry)).await?;
+        self.own_revision.store(revision, atomic::Ordering::Relaxed);
+        Ok(())
     }
 
     /// Whether the replica is a member.
@@ -138,8 +142,8 @@ impl NatsState {
         };
         let life = envelope.from;
         if life.replica == self.life.replica {
-            // The entry of a former life of this replica stays until it expires.
-            if life.incarnation > self.life.incarnation {
+            // The entry of a former life of this replica stays until the first own one.
+            if life != self.life && entry.revision > self.own_revision.load(atomic::Ordering::Relaxed) {
                 refused(RefusalReason::DuplicateId, "another gateway has the same replicas.id");
             }
             return;
@@ -150,20 +154,30 @@ impl NatsState {
         };
         let mut known = self.known.lock();
         let before = known.get(&life.replica);
-        let age = before.map(|before| (before.life.incarnation, before.sequence));
-        match age.map(|age| age.cmp(&(life.incarnation, envelope.sequence))) {
-            Some(std::cmp::Ordering::Greater) => return refused(RefusalReason::Stale, "an earlier entry"),
+        let age =
+            before.map(|before| before.lives.order(life.incarnation).then(envelope.sequence.cmp(&before.sequence)));
+        match age {
+            Some(Ordering::Less) => return refused(RefusalReason::Stale, "an earlier entry"),
             // The server sends entries again after a new subscription.
-            Some(std::cmp::Ordering::Equal) => return,
-            Some(std::cmp::Ordering::Less) | None => {}
+            Some(Ordering::Equal) => return,
+            Some(Ordering::Greater) | None => {}
+        }
+        let mut lives = before.map_or_else(|| Lives::new(life.incarnation), |before| before.lives.clone());
+        if before.is_some_and(|before| before.life != life) {
+            lives.replace(life.incarnation);
         }
         let from = before.map(NatsMember::state);
         if state == LEFT {
             known.remove(&life.replica);
             self.meters.moved(from, None);
         } else {
-            let member =
-                NatsMember { life, is_serving: state == SERVING, sequence: envelope.sequence, seen: Instant::now() };
+            let member = NatsMember {
+                life,
+                lives,
+                is_serving: state == SERVING,
+                sequence: envelope.sequence,
+                seen: Instant::now(),
+            };
             self.meters.moved(from, Some(member.state()));
             if from.is_none() {
                 tracing::info!(replica = %life.replica, incarnation = life.incarnation, "replica connected");

@@ -12,6 +12,7 @@ mod subject;
 use std::collections::BTreeMap;
 use std::ops::Deref;
 use std::path::PathBuf;
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -27,6 +28,7 @@ use tokio::time::{Instant, sleep};
 use self::envelope::{OVERHEAD_BYTES, Sealer, Sequences};
 use super::bus::{Bus, Carrier, Hub, left};
 use super::direct::{MESSAGE_BYTES_MAX, Outbox, is_pool_name};
+use super::lives::Lives;
 use super::meters::RefusalReason;
 use crate::observe::clock::unix_ms;
 use crate::settings::Secret;
@@ -43,6 +45,7 @@ pub(in crate::replicas) type NatsBus = Bus<NatsState>;
 /// Another replica.
 struct NatsMember {
     life: ReplicaLife,
+    lives: Lives,
     is_serving: bool,
     sequence: u64,
     seen: Instant,
@@ -53,6 +56,8 @@ pub(in crate::replicas) struct NatsState {
     hub: Hub,
     sealer: Sealer,
     known: Mutex<BTreeMap<ReplicaId, NatsMember>>,
+    /// Revision of the last own entry of the members.
+    own_revision: AtomicU64,
     sequences: Mutex<Sequences>,
     /// Queued messages, each with its subject.
     outbox: Outbox<(String, Bytes)>,
@@ -82,6 +87,7 @@ impl NatsBus {
             hub: Hub::new(life),
             sealer: Sealer::new(life, key.as_ref()),
             known: Mutex::default(),
+            own_revision: AtomicU64::new(u64::MAX),
             sequences: Mutex::default(),
             outbox: Outbox::default(),
             objects: Mutex::default(),
