@@ -123,14 +123,11 @@ impl Heartbeats {
     }
 }
 
-type Serving = Pin<Box<dyn Future<Output = Response<Body>> + Send>>;
+/// A request in progress. Its many bytes are moved once, into the box.
+pub(super) type Serving = Pin<Box<dyn Future<Output = Response<Body>> + Send>>;
 
 /// The response of a request, or the head of a stream whose body continues to serve it.
-pub(super) async fn kept_alive(
-    heartbeats: Arc<Heartbeats>,
-    serving: impl Future<Output = Response<Body>> + Send + 'static,
-) -> Response<Body> {
-    let mut serving: Serving = Box::pin(serving);
+pub(super) async fn kept_alive(heartbeats: Arc<Heartbeats>, mut serving: Serving) -> Response<Body> {
     let (mut head, beat, source) = tokio::select! {
         biased;
         mut response = &mut serving => {

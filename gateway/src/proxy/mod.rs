@@ -66,10 +66,14 @@ use refusal::Refusal;
 const PREFILL: HeaderName = HeaderName::from_static("x-pointsman-prefill");
 
 /// Serves a request to one of the endpoints.
-pub(crate) async fn answer(endpoint: Endpoint, context: Arc<RequestContext>, request: Request<Body>) -> Response<Body> {
+pub(crate) fn answer(
+    endpoint: Endpoint,
+    context: Arc<RequestContext>,
+    request: Request<Body>,
+) -> impl Future<Output = Response<Body>> {
     let interval = Duration::from_millis(context.settings.gateway.heartbeat_after_ms);
     let heartbeats = Heartbeats::new(endpoint, interval);
-    kept_alive(Arc::clone(&heartbeats), serve(endpoint, context, request, heartbeats)).await
+    kept_alive(Arc::clone(&heartbeats), Box::pin(serve(endpoint, context, request, heartbeats)))
 }
 
 /// Serves a request whose client may receive heartbeats meanwhile.
