@@ -29,6 +29,7 @@ use super::template::{Clock, Templates};
 use crate::formats::openai::ChatParts;
 use words::Words;
 
+mod ascii;
 mod words;
 
 /// Maximum length of a text whose fast tokenization costs less than the change to another thread and back.

@@ -18,8 +18,7 @@ use tokenizers::{
     Result, SplitDelimiterBehavior, Tokenizer,
 };
 
-/// Pattern of the pre-tokenizer `ByteLevel` with `use_regex`.
-const BYTE_LEVEL: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
+use super::ascii::{Ascii, GPT_2};
 
 /// Slots of a cache of words: 512 KiB.
 const WORDS: usize = 1 << 14;
@@ -38,12 +37,18 @@ pub(super) struct Words {
     /// Added tokens in the text, and those in the normalized text.
     added: [Added; 2],
     /// Each pattern divides the pieces of the pattern before it.
-    patterns: Vec<SysRegex>,
+    patterns: Vec<Pattern>,
     /// The characters of the bytes in the vocabulary.
     chars: [char; 256],
     hasher: RandomState,
     /// Caches of words, one for each call at the same time.
     known: Mutex<Vec<Vec<Word>>>,
+}
+
+struct Pattern {
+    regex: SysRegex,
+    /// Present for a common pattern.
+    ascii: Option<Ascii>,
 }
 
 /// Added tokens, found as by the tokenizer: leftmost first, and longest among those.
@@ -114,10 +119,19 @@ impl Words {
         encoded.map(|()| run.ids)
     }
 
-    fn divide(&self, patterns: &[SysRegex], run: &mut Run<'_>, piece: &str) -> Result<()> {
-        let Some((pattern, rest)) = patterns.split_first() else { return self.word(run, piece) };
+    fn divide(&self, patterns: &[Pattern], run: &mut Run<'_>, piece: &str) -> Result<()> {
+        let Some((Pattern { regex, ascii }, rest)) = patterns.split_first() else { return self.word(run, piece) };
         let mut start = 0;
-        for (from, to) in pattern.find_iter(piece) {
+        if let Some(ascii) = ascii {
+            while start < piece.len() {
+                let next = || regex.find_iter(&piece[start..]).next().map_or(piece.len(), |(_, to)| start + to);
+                let end = ascii.end(piece.as_bytes(), start).unwrap_or_else(next);
+                self.divide(rest, run, &piece[start..end])?;
+                start = end;
+            }
+            return Ok(());
+        }
+        for (from, to) in regex.find_iter(piece) {
             // Text between the matches is a piece as well.
             if start < from {
                 self.divide(rest, run, &piece[start..from])?;
@@ -185,8 +199,14 @@ impl Added {
     }
 }
 
+impl Pattern {
+    fn of(pattern: &str) -> Option<Self> {
+        Some(Self { regex: SysRegex::new(pattern).ok()?, ascii: Ascii::of(pattern) })
+    }
+}
+
 /// The patterns of a byte-level pre-tokenizer.
-fn patterns(step: &PreTokenizerWrapper) -> Option<Vec<SysRegex>> {
+fn patterns(step: &PreTokenizerWrapper) -> Option<Vec<Pattern>> {
     let steps = match step {
         PreTokenizerWrapper::Sequence(steps) => steps.as_ref(),
         step => std::slice::from_ref(step),
@@ -195,13 +215,13 @@ fn patterns(step: &PreTokenizerWrapper) -> Option<Vec<SysRegex>> {
     let pattern = |step: &PreTokenizerWrapper| match step {
         PreTokenizerWrapper::Split(split) if split.behavior == SplitDelimiterBehavior::Isolated => {
             match &split.pattern {
-                SplitPattern::Regex(pattern) => SysRegex::new(pattern).ok(),
+                SplitPattern::Regex(pattern) => Pattern::of(pattern),
                 SplitPattern::String(_) => None,
             }
         }
         _ => None,
     };
-    let of_bytes = bytes.use_regex.then(|| SysRegex::new(BYTE_LEVEL).ok());
+    let of_bytes = bytes.use_regex.then(|| Pattern::of(GPT_2));
     let patterns = steps.iter().map(pattern).chain(of_bytes).collect::<Option<_>>();
     patterns.filter(|_| !bytes.add_prefix_space)
 }
