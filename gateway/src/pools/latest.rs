@@ -2,9 +2,10 @@
 //!
 //! A reader gets one consistent value for as long as it needs: a reload replaces it, and requests in flight keep theirs.
 
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::Arc;
 
 use axum::extract::FromRef;
+use parking_lot::RwLock;
 
 /// Handle to the latest value. Clones share it; handlers extract `State<Arc<T>>` once per request.
 pub(crate) struct Latest<T>(Arc<RwLock<Arc<T>>>);
@@ -17,12 +18,12 @@ impl<T> Latest<T> {
     /// The latest value.
     pub(crate) fn get(&self) -> Arc<T> {
         // The lock guards a single pointer, which is always valid.
-        Arc::clone(&self.0.read().unwrap_or_else(PoisonError::into_inner))
+        Arc::clone(&self.0.read())
     }
 
     /// Replaces the value for later readers.
     pub(crate) fn replace(&self, value: T) {
-        *self.0.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(value);
+        *self.0.write() = Arc::new(value);
     }
 }
 

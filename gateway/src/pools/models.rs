@@ -5,9 +5,10 @@
 
 use std::collections::BTreeSet;
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use ahash::AHashMap;
+use parking_lot::{Mutex, MutexGuard};
 use pointsman::{ReplicaBus, Router, RouterConfig, WorkerEntry};
 
 use super::disaggregation::PrefillPool;
@@ -156,7 +157,7 @@ impl Models {
     /// Current adapters of the workers.
     fn adapters(&self) -> MutexGuard<'_, Adapters> {
         // The table is replaced as a whole.
-        let mut adapters = self.adapters.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut adapters = self.adapters.lock();
         let workers = || self.all.iter().map(|model| model.router.workers());
         let is_current = adapters.seen.len() == self.all.len()
             && adapters.seen.iter().zip(workers()).all(|(seen, now)| Arc::ptr_eq(seen, &now));

@@ -5,8 +5,9 @@
 //! reconciles.
 
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use pointsman::error::{Down, StartError};
 use pointsman::protocol::{WorkerConfig, WorkerMap};
 use pointsman::{
@@ -94,7 +95,7 @@ impl ModelSources {
         options: &ProbeOptions,
     ) -> Result<R, DiscoveryError> {
         // Each slot is consistent after every statement.
-        let mut slots = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut slots = self.0.lock();
         let Definitions { fixed, probed, file, names, .. } = definitions;
         let router = router.with(&mut slots.fixed, fixed, static_list, |list, workers| {
             *list = static_list(workers)?;

@@ -4,13 +4,13 @@
 //! (reference: vLLM, Mooncake connector). They are read once per worker and again after a failure.
 
 use std::collections::BTreeMap;
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use ahash::AHashMap;
 use axum::body::Bytes;
 use axum::http::Request;
 use http_body_util::{BodyExt as _, Full, Limited};
+use parking_lot::Mutex;
 use serde::Deserialize;
 use tokio::time::timeout;
 
@@ -48,7 +48,7 @@ impl EngineIds {
             timeout(QUERY_MAX, query(upstream, address)).await.unwrap_or(Err(UpstreamError::Timeout(QUERY_MAX)))?;
         let missing = || UpstreamError::Broken(format!("{address}/query has no data-parallel rank {rank}"));
         let id = ids.get(&rank).cloned().ok_or_else(missing)?;
-        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = self.0.lock();
         if known.len() >= WORKERS_MAX {
             known.clear();
         }
@@ -57,12 +57,12 @@ impl EngineIds {
     }
 
     pub(super) fn forget(&self, address: &str) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).remove(address);
+        self.0.lock().remove(address);
     }
 
     fn known(&self, address: &str, rank: u32) -> Option<String> {
         // The table is consistent after every statement.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).get(address)?.get(&rank).cloned()
+        self.0.lock().get(address)?.get(&rank).cloned()
     }
 }
 

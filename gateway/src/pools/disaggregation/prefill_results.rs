@@ -2,9 +2,9 @@
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
 
 use metrics::Counter;
+use parking_lot::Mutex;
 use pointsman::protocol::WorkerRank;
 
 use crate::formats::named;
@@ -62,7 +62,7 @@ impl LegCounts {
 
     /// Counts a prefill leg.
     pub(crate) fn sent(&self, pair: RankPair) {
-        let mut pairs = self.pairs.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut pairs = self.pairs.lock();
         if pairs.len() >= PAIRS_MAX && !pairs.contains_key(&pair) {
             let rarest = pairs.iter().min_by_key(|(_, legs)| **legs).map(|(pair, _)| *pair);
             rarest.map(|rarest| pairs.remove(&rarest));
@@ -76,7 +76,7 @@ impl LegCounts {
     }
 
     pub(crate) fn pairs(&self) -> Vec<(RankPair, u64)> {
-        let pairs = self.pairs.lock().unwrap_or_else(PoisonError::into_inner);
+        let pairs = self.pairs.lock();
         pairs.iter().map(|(pair, legs)| (*pair, *legs)).collect()
     }
 }

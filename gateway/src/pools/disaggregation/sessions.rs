@@ -3,11 +3,12 @@
 //! vLLM's NIXL connector can read blocks of a decode rank into a prefill rank (`bidirectional_kv_xfer`). The parameters of
 //! such a read are in the last event of a response. They are kept per session and used once, for the next turn.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use ahash::AHashMap;
 use axum::body::Bytes;
+use parking_lot::Mutex;
 use tokio::time::Instant;
 
 /// Time for which parameters are valid, below the 480 s for which vLLM keeps the blocks by default
@@ -37,7 +38,7 @@ impl LastTurns {
             return;
         }
         // The table is consistent after every statement.
-        let mut turns = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut turns = self.0.lock();
         if turns.len() >= SESSIONS_MAX {
             turns.retain(|_, turn| now.duration_since(turn.ended) < KEPT);
         }
@@ -48,7 +49,7 @@ impl LastTurns {
 
     /// Takes the parameters of the last turn, if they are still valid.
     pub(super) fn take(&self, session: &str, now: Instant) -> Option<Bytes> {
-        let turn = self.0.lock().unwrap_or_else(PoisonError::into_inner).remove(session)?;
+        let turn = self.0.lock().remove(session)?;
         (now.duration_since(turn.ended) < KEPT).then_some(turn.parameters)
     }
 }

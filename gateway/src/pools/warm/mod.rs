@@ -13,9 +13,9 @@ mod writer;
 
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::{Mutex, PoisonError};
 
 use metrics::counter;
+use parking_lot::Mutex;
 use pointsman::{KvSourceStatus, RestoreState, Snapshot};
 
 use crate::observe::metric::metric_table;
@@ -51,12 +51,12 @@ pub(crate) struct WarmStart {
 
 impl WarmStart {
     fn set_fetching(&self, what: Option<String>) {
-        *self.fetching.lock().unwrap_or_else(PoisonError::into_inner) = what;
+        *self.fetching.lock() = what;
     }
 
     /// The pending part, for `/ready`; `None` if nothing is pending.
     pub(crate) fn pending(&self, sources: &[KvSourceStatus]) -> Option<String> {
-        let fetching = self.fetching.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let fetching = self.fetching.lock().clone();
         let mut by_state: BTreeMap<&str, usize> = BTreeMap::new();
         for state in sources.iter().filter_map(|source| source.restore) {
             let state = match state {

@@ -9,11 +9,12 @@ mod page;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use ahash::AHashMap;
 use axum::http::StatusCode;
+use parking_lot::Mutex;
 use pointsman::protocol::{WorkerId, WorkerRank};
 use pointsman::{Outcome, Placement, Router, WorkerEntry};
 use tokio::time::Instant;
@@ -25,11 +26,6 @@ pub(crate) use page::page;
 
 /// Tables of all models of the process, for the page.
 static TABLES: Mutex<Vec<Weak<WorkerTable>>> = Mutex::new(Vec::new());
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Maps and counters are consistent after every statement.
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// Workers of one model.
 pub(crate) struct WorkerTable {
@@ -64,7 +60,7 @@ impl WorkerTable {
     pub(crate) fn new(model: &str, router: Router) -> Arc<Self> {
         let (model, workers, unsettled) = (model.to_owned(), Mutex::default(), UnsettledFailures::default());
         let table = Arc::new(Self { model, router, workers, unsettled });
-        let mut tables = lock(&TABLES);
+        let mut tables = TABLES.lock();
         tables.retain(|table| table.strong_count() > 0);
         tables.push(Arc::downgrade(&table));
         table
@@ -73,13 +69,13 @@ impl WorkerTable {
     /// Records an attempt at the rank of a placement.
     pub(crate) fn sent(&self, placement: &Placement) -> WorkerRequest {
         let rank = placement.rank();
-        let worker = meters_of(&mut lock(&self.workers), rank.worker, placement.endpoint());
+        let worker = meters_of(&mut self.workers.lock(), rank.worker, placement.endpoint());
         WorkerRequest::new(worker, rank)
     }
 
     /// Records a failed attempt at this rank; the end of its request decides its outcome.
     pub(crate) fn failed(&self, rank: WorkerRank) -> UnsettledFailure {
-        let mut by_rank = lock(&self.unsettled.by_rank);
+        let mut by_rank = self.unsettled.by_rank.lock();
         by_rank.retain(|_, count| unsettled(count) > 0);
         let _of_rank = Arc::clone(by_rank.entry(rank).or_default());
         UnsettledFailure { _of_rank, _of_any: Arc::clone(&self.unsettled.all) }
@@ -90,14 +86,14 @@ impl WorkerTable {
         if unsettled(&self.unsettled.all) < UNSETTLED_MAX {
             return BTreeSet::new();
         }
-        let by_rank = lock(&self.unsettled.by_rank);
+        let by_rank = self.unsettled.by_rank.lock();
         by_rank.iter().filter(|(_, count)| unsettled(count) >= UNSETTLED_MAX).map(|(rank, _)| *rank).collect()
     }
 
     /// Meters of the router's current workers; others are dropped.
     fn current(&self) -> Vec<(WorkerId, Arc<WorkerMeters>)> {
         let present = self.router.workers();
-        let mut workers = lock(&self.workers);
+        let mut workers = self.workers.lock();
         workers.retain(|id, _| present.iter().any(|entry| entry.worker == *id));
         // Includes workers without requests, because a rate needs a series that starts at 0.
         let meters =
@@ -189,7 +185,7 @@ pub(crate) struct WorkerRequest {
 
 impl WorkerRequest {
     fn new(worker: Arc<WorkerMeters>, rank: WorkerRank) -> Self {
-        let frames = Arc::clone(lock(&worker.frames).entry(rank.rank).or_default());
+        let frames = Arc::clone(worker.frames.lock().entry(rank.rank).or_default());
         let frames_before = frames.load(Ordering::Relaxed);
         let sent = Instant::now();
         Self { worker, frames, frames_before, sent, status: None, has_first_token: false, is_over: false }
@@ -244,7 +240,7 @@ impl WorkerRequest {
     /// Records the end; only the first call counts.
     pub(crate) fn ended(&mut self, outcome: &'static str) {
         if !std::mem::replace(&mut self.is_over, true) {
-            *lock(&self.worker.requests).entry((self.status, outcome)).or_default() += 1;
+            *self.worker.requests.lock().entry((self.status, outcome)).or_default() += 1;
         }
     }
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::{Durations, TABLES, WorkerMeters, WorkerTable, lock};
+use super::{Durations, TABLES, WorkerMeters, WorkerTable};
 use crate::observe::metric::Metric;
 use crate::observe::page::SECONDS;
 use crate::observe::requests::{RetryReason, WORKER_FIRST_TOKEN, WORKER_REQUESTS, WORKER_RETRIES, WORKER_SECONDS};
@@ -12,7 +12,7 @@ use crate::observe::requests::{RetryReason, WORKER_FIRST_TOKEN, WORKER_REQUESTS,
 /// Renders the metrics of the workers of all models in this process. Two gateways in one process with the same model
 /// share its series, as in the recorder.
 pub(crate) fn page() -> String {
-    let tables: Vec<Arc<WorkerTable>> = lock(&TABLES).iter().filter_map(std::sync::Weak::upgrade).collect();
+    let tables: Vec<Arc<WorkerTable>> = TABLES.lock().iter().filter_map(std::sync::Weak::upgrade).collect();
     let mut workers = BTreeMap::<String, Vec<Arc<WorkerMeters>>>::new();
     for table in tables {
         for (id, meters) in table.current() {
@@ -44,7 +44,7 @@ fn requests(page: &mut String, workers: &Workers) {
     for (labels, meters) in workers {
         let mut counts = BTreeMap::<(Option<u16>, &str), u64>::new();
         for meters in meters {
-            for (key, count) in &*lock(&meters.requests) {
+            for (key, count) in &*meters.requests.lock() {
                 *counts.entry(*key).or_default() += count;
             }
         }
