@@ -45,39 +45,23 @@ async fn stays_exact(dialect: Dialect, page_size: u32) {
     assert!(hits > 0 && as_predicted + whole_prompts == probes);
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn offloaded_names_stay_exact() {
-    stays_exact(Dialect::VllmOffloading, BLOCK_SIZE).await;
+macro_rules! exact {
+    ($($name:ident: $dialect:ident, $page_size:expr;)+) => {$(
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn $name() {
+            stays_exact(Dialect::$dialect, $page_size).await;
+        }
+    )+};
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn self_describing_copies_stay_exact() {
-    stays_exact(Dialect::VllmSelfDescribing, BLOCK_SIZE).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn copies_in_mooncakes_store_stay_exact() {
-    stays_exact(Dialect::VllmMooncake, BLOCK_SIZE).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn chunks_of_lmcache_change_nothing() {
-    stays_exact(Dialect::VllmLmcache, BLOCK_SIZE).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn sliding_windows_stay_exact() {
-    stays_exact(Dialect::VllmWindow, BLOCK_SIZE).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn mamba_states_stay_exact() {
-    stays_exact(Dialect::VllmMamba, BLOCK_SIZE).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn pages_of_one_token_are_folded_exactly() {
-    stays_exact(Dialect::SglangMap, 1).await;
+exact! {
+    offloaded_names_stay_exact: VllmOffloading, BLOCK_SIZE;
+    self_describing_copies_stay_exact: VllmSelfDescribing, BLOCK_SIZE;
+    copies_in_mooncakes_store_stay_exact: VllmMooncake, BLOCK_SIZE;
+    chunks_of_lmcache_change_nothing: VllmLmcache, BLOCK_SIZE;
+    sliding_windows_stay_exact: VllmWindow, BLOCK_SIZE;
+    mamba_states_stay_exact: VllmMamba, BLOCK_SIZE;
+    pages_of_one_token_are_folded_exactly: SglangMap, 1;
 }
 
 const PROMPTS: u32 = 12;

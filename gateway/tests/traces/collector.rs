@@ -9,6 +9,9 @@ use http_body::Frame;
 use http_body_util::{BodyExt as _, StreamBody};
 use hyper::body::Incoming;
 use hyper_util::rt::{TokioExecutor, TokioIo};
+use opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceRequest;
+use opentelemetry_proto::tonic::common::v1::{KeyValue, any_value::Value};
+use opentelemetry_proto::tonic::trace::v1::Span;
 use prost::Message as _;
 use tokio::net::TcpListener;
 
@@ -19,112 +22,17 @@ pub(crate) const TRACEPARENT: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b
 pub(crate) const TRACE: u128 = 0x0af7_6519_16cd_43dd_8448_eb21_1c80_319c;
 pub(crate) const PARENT: u64 = 0xb7ad_6b71_6920_3331;
 
-/// The messages of opentelemetry-proto 1.x, with the fields that the tests read.
-pub(crate) mod proto {
-    use prost::{Message, Oneof};
-
-    #[derive(Clone, PartialEq, Message)]
-    pub(crate) struct ExportRequest {
-        #[prost(message, repeated, tag = "1")]
-        pub(crate) resource_spans: Vec<ResourceSpans>,
-    }
-
-    #[derive(Clone, PartialEq, Message)]
-    pub(crate) struct ResourceSpans {
-        #[prost(message, optional, tag = "1")]
-        pub(crate) resource: Option<Resource>,
-        #[prost(message, repeated, tag = "2")]
-        pub(crate) scope_spans: Vec<ScopeSpans>,
-    }
-
-    #[derive(Clone, PartialEq, Message)]
-    pub(crate) struct Resource {
-        #[prost(message, repeated, tag = "1")]
-        pub(crate) attributes: Vec<KeyValue>,
-    }
-
-    #[derive(Clone, PartialEq, Message)]
-    pub(crate) struct ScopeSpans {
-        #[prost(message, repeated, tag = "2")]
-        pub(crate) spans: Vec<Span>,
-    }
-
-    #[derive(Clone, PartialEq, Message)]
-    pub(crate) struct Span {
-        #[prost(bytes = "vec", tag = "1")]
-        pub(crate) trace_id: Vec<u8>,
-        #[prost(bytes = "vec", tag = "2")]
-        pub(crate) span_id: Vec<u8>,
-        #[prost(bytes = "vec", tag = "4")]
-        pub(crate) parent_span_id: Vec<u8>,
-        #[prost(string, tag = "5")]
-        pub(crate) name: String,
-        #[prost(int32, tag = "6")]
-        pub(crate) kind: i32,
-        #[prost(fixed64, tag = "7")]
-        pub(crate) start_time_unix_nano: u64,
-        #[prost(fixed64, tag = "8")]
-        pub(crate) end_time_unix_nano: u64,
-        #[prost(message, repeated, tag = "9")]
-        pub(crate) attributes: Vec<KeyValue>,
-        #[prost(message, repeated, tag = "11")]
-        pub(crate) events: Vec<Event>,
-        #[prost(message, optional, tag = "15")]
-        pub(crate) status: Option<Status>,
-    }
-
-    #[derive(Clone, PartialEq, Message)]
-    pub(crate) struct Event {
-        #[prost(fixed64, tag = "1")]
-        pub(crate) time_unix_nano: u64,
-        #[prost(string, tag = "2")]
-        pub(crate) name: String,
-    }
-
-    #[derive(Clone, PartialEq, Message)]
-    pub(crate) struct Status {
-        #[prost(string, tag = "2")]
-        pub(crate) message: String,
-        #[prost(int32, tag = "3")]
-        pub(crate) code: i32,
-    }
-
-    #[derive(Clone, PartialEq, Message)]
-    pub(crate) struct KeyValue {
-        #[prost(string, tag = "1")]
-        pub(crate) key: String,
-        #[prost(message, optional, tag = "2")]
-        pub(crate) value: Option<AnyValue>,
-    }
-
-    #[derive(Clone, PartialEq, Message)]
-    pub(crate) struct AnyValue {
-        #[prost(oneof = "Value", tags = "1, 3")]
-        pub(crate) value: Option<Value>,
-    }
-
-    #[derive(Clone, PartialEq, Oneof)]
-    pub(crate) enum Value {
-        #[prost(string, tag = "1")]
-        Text(String),
-        #[prost(int64, tag = "3")]
-        Number(i64),
-    }
-}
-
-use proto::{ExportRequest, KeyValue, Span, Value};
-
 /// A collector that keeps all spans.
 pub(crate) struct Collector {
     pub(crate) address: SocketAddr,
-    pub(crate) received: Arc<Mutex<Vec<ExportRequest>>>,
+    pub(crate) received: Arc<Mutex<Vec<ExportTraceServiceRequest>>>,
 }
 
 impl Collector {
     pub(crate) async fn start() -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
         let address = listener.local_addr().expect("local address");
-        let received: Arc<Mutex<Vec<ExportRequest>>> = Arc::default();
+        let received: Arc<Mutex<Vec<ExportTraceServiceRequest>>> = Arc::default();
         let all = Arc::clone(&received);
         tokio::spawn(async move {
             while let Ok((stream, _)) = listener.accept().await {
@@ -154,11 +62,11 @@ impl Collector {
 /// `TraceService.Export`: one message with a prefix of five bytes, and an empty reply.
 async fn export(
     request: Request<Incoming>,
-    received: Arc<Mutex<Vec<ExportRequest>>>,
+    received: Arc<Mutex<Vec<ExportTraceServiceRequest>>>,
 ) -> Result<Response<impl http_body::Body<Data = Bytes, Error = std::convert::Infallible>>, hyper::Error> {
     assert_eq!(request.uri().path(), EXPORT);
     let body = request.into_body().collect().await?.to_bytes();
-    let message = ExportRequest::decode(&body[5..]).expect("a valid message");
+    let message = ExportTraceServiceRequest::decode(&body[5..]).expect("a valid message");
     received.lock().expect("lock not poisoned").push(message);
     let mut trailers = HeaderMap::new();
     trailers.insert("grpc-status", HeaderValue::from_static("0"));
@@ -173,5 +81,5 @@ pub(crate) fn attribute<'a>(attributes: &'a [KeyValue], key: &str) -> Option<&'a
 }
 
 pub(crate) fn text(value: &str) -> Option<Value> {
-    Some(Value::Text(value.to_owned()))
+    Some(Value::StringValue(value.to_owned()))
 }

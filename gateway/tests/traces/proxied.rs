@@ -1,9 +1,10 @@
 //! Spans of requests that pass the gateway.
 
+use opentelemetry_proto::tonic::common::v1::any_value::Value;
+use opentelemetry_proto::tonic::trace::v1::Span;
 use serde_json::json;
 use tokio::time::Duration;
 
-use super::collector::proto::{Span, Value};
 use super::collector::{Collector, PARENT, TRACE, TRACEPARENT, attribute, text};
 use crate::common::proxy::{
     FINE_JSON, Scripted, answer, gateway, request, settings, stream, stream_end, until, worker,
@@ -48,7 +49,7 @@ async fn a_request_is_one_span_tree_in_the_trace_of_the_client() {
     assert_eq!(attribute(&root.attributes, "pointsman.request_id"), text("traced").as_ref());
     assert_eq!(attribute(&root.attributes, "pointsman.outcome"), text("ok").as_ref());
     assert_eq!(attribute(&root.attributes, "gen_ai.request.model"), text("mock").as_ref());
-    assert_eq!(attribute(&root.attributes, "gen_ai.usage.output_tokens"), Some(&Value::Number(2)));
+    assert_eq!(attribute(&root.attributes, "gen_ai.usage.output_tokens"), Some(&Value::IntValue(2)));
     let children =
         |of: &Span| -> Vec<&Span> { spans.iter().filter(|span| span.parent_span_id == of.span_id).collect() };
     let of_root = children(root);
