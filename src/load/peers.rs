@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use crate::protocol::Timestamp;
+use crate::record::bytes::recorded;
 
 /// Load of one rank by the bookings of all other replicas.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -140,6 +141,12 @@ impl PeerLoad {
             at: Timestamp(at),
             busy: (Duration::from_nanos(busy), low(periods)),
         }
+    }
+}
+
+recorded! {
+    PeerLoad {
+        active_blocks, read_blocks, requests, prefills, prefill_tokens, unmodelled_tokens, prefill, at, busy,
     }
 }
 

@@ -16,6 +16,7 @@ use serde::Serialize;
 
 use super::{LearnedRate, PredictionBias};
 use crate::protocol::Timestamp;
+use crate::record::bytes::recorded;
 
 /// Time costs of a rank's engine.
 ///
@@ -144,6 +145,11 @@ impl SpeedSample {
     }
 }
 
+recorded! {
+    SpeedSample { 0 }
+    PublishedSpeed { work_rate, step }
+}
+
 /// A time in units of 2^26 ns (67 ms); 32 bits cover nine years.
 #[expect(clippy::cast_possible_truncation, reason = "32 bits of such units are nine years")]
 fn tick(at: Timestamp) -> u32 {
@@ -160,19 +166,6 @@ pub struct PublishedSpeed {
 }
 
 impl PublishedSpeed {
-    /// The speed as words.
-    #[must_use]
-    pub(crate) fn to_words(self) -> [u32; 4] {
-        let [step, request, block] = self.step;
-        [self.work_rate, step, request, block]
-    }
-
-    /// The inverse of [`to_words`](Self::to_words).
-    #[must_use]
-    pub(crate) fn from_words([work_rate, step, request, block]: [u32; 4]) -> Self {
-        Self { work_rate, step: [step, request, block] }
-    }
-
     /// The speed, with `otherwise` for the unknown parts.
     #[must_use]
     #[inline]

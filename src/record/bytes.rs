@@ -3,7 +3,7 @@
 //! Small numbers take one byte. A reader returns `None` for bytes that no writer produces, and allocates no more than
 //! the bytes justify.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::Duration;
@@ -171,7 +171,7 @@ pub(crate) trait Recorded: Sized {
 
 /// Implements [`Recorded`] for structs: the given fields, which are all of them, in this order.
 macro_rules! recorded {
-    ($($name:ident { $($field:ident),+ $(,)? })+) => {$(
+    ($($name:ident { $($field:tt),+ $(,)? })+) => {$(
         impl $crate::record::bytes::Recorded for $name {
             #[inline]
             fn put(&self, to: &mut Vec<u8>) {
@@ -262,6 +262,7 @@ macro_rules! lists {
 
 lists! {
     Vec<T> where T: Sized;
+    VecDeque<T> where T: Sized;
     BTreeSet<T> where T: Ord;
     SmallVec<[T; 2]> where T: Sized;
 }
@@ -288,6 +289,16 @@ impl<T: Recorded> Recorded for Option<T> {
 
     fn read(from: &mut Reader<'_>) -> Option<Self> {
         if bool::read(from)? { T::read(from).map(Some) } else { Some(None) }
+    }
+}
+
+impl<T: Recorded> Recorded for Arc<T> {
+    fn put(&self, to: &mut Vec<u8>) {
+        T::put(self, to);
+    }
+
+    fn read(from: &mut Reader<'_>) -> Option<Self> {
+        T::read(from).map(Arc::new)
     }
 }
 

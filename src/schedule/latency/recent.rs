@@ -4,6 +4,7 @@ use std::cmp::Ordering;
 use std::time::Duration;
 
 use crate::protocol::Timestamp;
+use crate::record::bytes::recorded;
 
 /// Time in which the weight of past work falls to 1/e.
 const DECAY: Duration = Duration::from_secs(10);
@@ -16,6 +17,10 @@ const WORK_MIN: Duration = Duration::from_millis(1);
 /// Stored as the logarithm of the sum at time 0, which has the order of the sums at any time: reading it needs no clock.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(in crate::schedule) struct RecentWork(f64);
+
+recorded! {
+    RecentWork { 0 }
+}
 
 impl Default for RecentWork {
     /// No work.
@@ -31,16 +36,6 @@ impl RecentWork {
         let added = prefill.max(WORK_MIN).as_secs_f64().ln() + elapsed;
         let (more, less) = (self.0.max(added), self.0.min(added));
         self.0 = more + (less - more).exp().ln_1p();
-    }
-
-    /// The stored number.
-    pub(in crate::schedule) fn to_f64(self) -> f64 {
-        self.0
-    }
-
-    /// The inverse of [`to_f64`](Self::to_f64).
-    pub(in crate::schedule) fn from_f64(number: f64) -> Self {
-        Self(number)
     }
 
     /// Order by recent work.

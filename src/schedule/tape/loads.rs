@@ -1,10 +1,9 @@
 //! View of the loads that records every read.
 
-use super::reads::{ReadCell, Tape, entry, put_time};
+use super::reads::{ReadCell, Tape, entry};
 use crate::engine_load::EngineLoad;
 use crate::load::{BoardLoad, BoardVersion, PeerLoad, PlacementRate, SpeedCell};
 use crate::protocol::{Slot, Timestamp};
-use crate::record::bytes::{Recorded, put_words};
 use crate::schedule::LoadView;
 
 /// Loads whose reads are recorded on a [`Tape`].
@@ -42,39 +41,25 @@ impl<V: LoadView> LoadView for TapedLoads<'_, V> {
     #[inline]
     fn held_blocks(&self, slot: Slot) -> u32 {
         let kind = (ReadCell::HeldBlocks, entry::HELD_BLOCKS);
-        self.tape.read_cell(
-            slot,
-            kind,
-            || self.loads.held_blocks(slot),
-            |cell| &mut cell.held_blocks,
-            |to, blocks| blocks.put(to),
-        )
+        self.tape.read_cell(slot, kind, || self.loads.held_blocks(slot), |cell| &mut cell.held_blocks)
     }
 
     #[inline]
     fn index_changed_at(&self, slot: Slot) -> Option<Timestamp> {
         let kind = (ReadCell::IndexChangedAt, entry::INDEX_CHANGED_AT);
-        let read = || self.loads.index_changed_at(slot);
-        self.tape.read_cell(slot, kind, read, |cell| &mut cell.index_changed_at, |to, at| put_time(to, *at))
+        self.tape.read_cell(slot, kind, || self.loads.index_changed_at(slot), |cell| &mut cell.index_changed_at)
     }
 
     #[inline]
     fn engine_load(&self, slot: Slot) -> Option<EngineLoad> {
         let kind = (ReadCell::EngineLoad, entry::ENGINE_LOAD);
-        self.tape.read_cell(
-            slot,
-            kind,
-            || self.loads.engine_load(slot),
-            |cell| &mut cell.engine_load,
-            |to, load| load.put(to),
-        )
+        self.tape.read_cell(slot, kind, || self.loads.engine_load(slot), |cell| &mut cell.engine_load)
     }
 
     #[inline]
     fn peer_load(&self, slot: Slot) -> PeerLoad {
-        let (kind, put) =
-            ((ReadCell::Peers, entry::PEERS), |to: &mut Vec<u8>, load: &PeerLoad| put_words(to, &load.to_words()));
-        self.tape.read_cell(slot, kind, || self.loads.peer_load(slot), |cell| &mut cell.peers, put)
+        let kind = (ReadCell::Peers, entry::PEERS);
+        self.tape.read_cell(slot, kind, || self.loads.peer_load(slot), |cell| &mut cell.peers)
     }
 
     #[inline]

@@ -216,13 +216,12 @@ impl Tape {
 
     /// Copies a cell if this is its first read of the batch, and writes the value if it differs from the copy.
     #[inline]
-    pub(super) fn read_cell<R: Copy + PartialEq>(
+    pub(super) fn read_cell<R: Copy + PartialEq + Recorded>(
         &self,
         slot: Slot,
         (cell, kind): (ReadCell, u8),
         read: impl FnOnce() -> R,
         copy: impl FnOnce(&mut CellCopy) -> &mut R,
-        put: impl FnOnce(&mut Vec<u8>, &R),
     ) -> R {
         let mut cells = self.cells.borrow_mut();
         let copies = of_slot(&mut cells, slot);
@@ -233,7 +232,7 @@ impl Tape {
             if value != std::mem::replace(copy, value) {
                 let reads = &mut self.taped.borrow_mut().bytes;
                 put_slot(reads, kind, slot);
-                put(reads, &value);
+                value.put(reads);
             }
         }
         *copy
@@ -277,11 +276,6 @@ fn put_speed(to: &mut Vec<u8>, slot: Slot, before: &SpeedSample, sample: &SpeedS
     for at in (0..SpeedSample::WORDS).filter(is_changed) {
         to.extend_from_slice(&words[at].to_le_bytes());
     }
-}
-
-/// A time, if any, as one number.
-pub(super) fn put_time(to: &mut Vec<u8>, time: Option<Timestamp>) {
-    put_number(to, time.map_or(0, |at| at.0.saturating_add(1)));
 }
 
 impl Recorded for EngineLoad {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::loads::TapedLoads;
 use super::outcome::put_outcome;
-use super::reads::{CellCopy, Tape, entry, put_time};
+use super::reads::{CellCopy, Tape, entry};
 use super::request::RequestParts;
 use crate::protocol::Timestamp;
 use crate::record::bytes::{Recorded, put_number, put_signed};
@@ -200,9 +200,9 @@ impl<T> Recorder<T> {
             let slot = rank.slot();
             let put = |to: &mut Vec<u8>, cells: &CellCopy| {
                 slot.put(to);
-                cells.speed.sample().to_words().put(to);
+                cells.speed.sample().put(to);
                 cells.held_blocks.put(to);
-                put_time(to, cells.index_changed_at);
+                cells.index_changed_at.put(to);
                 cells.engine_load.put(to);
             };
             tape.with_cells(slot, |cells| tape.write(|to, _| put(to, cells)));

@@ -48,9 +48,9 @@ impl ReplayLoads {
         let cell = self.cell(slot)?;
         (cell.words, cell.peers) = (board.to_words(), peers);
         cell.news.set(None);
-        cell.speed.restore(&SpeedSample::from_words(Recorded::read(from)?));
+        cell.speed.restore(&Recorded::read(from)?);
         cell.held_blocks = from.u32()?;
-        cell.index_changed_at = from.number()?.checked_sub(1).map(Timestamp);
+        cell.index_changed_at = Recorded::read(from)?;
         cell.engine_load = Recorded::read(from)?;
         Some(())
     }
@@ -87,9 +87,9 @@ impl ReplayLoads {
                 cell.speed.restore(&SpeedSample::from_words(words));
             }
             entry::HELD_BLOCKS => cell.held_blocks = from.u32()?,
-            entry::INDEX_CHANGED_AT => cell.index_changed_at = from.number()?.checked_sub(1).map(Timestamp),
+            entry::INDEX_CHANGED_AT => cell.index_changed_at = Recorded::read(from)?,
             entry::ENGINE_LOAD => cell.engine_load = Recorded::read(from)?,
-            entry::PEERS => cell.peers = PeerLoad::from_words(from.words()?),
+            entry::PEERS => cell.peers = Recorded::read(from)?,
             _ => return None,
         }
         Some(())
