@@ -7,7 +7,9 @@
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::ingest::{BlockName, DegradationReason, RestoreState, StreamState};
+#[cfg(feature = "zmq")]
+use crate::ingest::DegradationReason;
+use crate::ingest::{BlockName, RestoreState, StreamState};
 use crate::protocol::{Timestamp, WorkerRank};
 
 /// State of one rank's KV event stream.
