@@ -82,7 +82,9 @@ impl Ascii {
         }
         if first == Digit || second == Digit && is_space && self.is_gpt_2 {
             let from = at + usize::from(first != Digit);
-            return run(text, from, |kind| kind == Digit).map(|end| end.min(from.saturating_add(self.digits_max)));
+            // A longer text of digits would be read again for each match.
+            let text = &text[..text.len().min(from.saturating_add(self.digits_max))];
+            return run(text, from, |kind| kind == Digit);
         }
         if first == Other || second == Other && is_space {
             let end = run(text, at + 1, |kind| kind == Other)?;
