@@ -139,7 +139,8 @@ impl<'a> AttemptLoop<'a> {
             let mut sent = model.workers.sent(&placement);
             let mut decode = Attempt { outbound: &self.outbound, account, placement: &placement, sent: &mut sent };
             let started = match &self.split {
-                Some(split) => split.attempt(&mut decode, &request).await,
+                // Large, and rare: other requests would carry its bytes.
+                Some(split) => Box::pin(split.attempt(&mut decode, &request)).await,
                 None => decode.whole().await,
             };
             let failure = match started {

@@ -256,7 +256,7 @@ impl Tokens {
     /// The same after a trial at an engine, if it is unknown.
     pub(crate) async fn try_inline_system(&self) -> Option<bool> {
         match self.takes_inline_system() {
-            None => self.inline_system.tried().await,
+            None => Box::pin(self.inline_system.tried()).await,
             known => known,
         }
     }
@@ -356,7 +356,7 @@ impl Tokens {
             Source::Local { local, pool, .. } => {
                 // Other tokens still serve for the length of the prompt, and as names of blocks placed by this gateway.
                 if let Some(engine) = self.fallback()
-                    && let Ok(ids) = engine.tokens(input, context.tenant).await
+                    && let Ok(ids) = Box::pin(engine.tokens(input, context.tenant)).await
                 {
                     return Ok(text_only(TokenSource::Engine)(ids));
                 }
@@ -369,7 +369,7 @@ impl Tokens {
             }
             Source::Engine { engine, .. } => {
                 let before = self.source();
-                let answer = engine.tokens(input, context.tenant).await;
+                let answer = Box::pin(engine.tokens(input, context.tenant)).await;
                 if before != self.source() {
                     self.meters.source(self.source());
                 }
