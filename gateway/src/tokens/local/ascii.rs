@@ -1,7 +1,8 @@
 //! Matches of two common patterns in ASCII text, for a tenth of the cost of the regular expression.
 //!
-//! GPT-2's pattern, and that of cl100k, Llama 3 and Qwen. Both match every character, and only look ahead: a match depends on
-//! the text from its start to the character after its end. If one of these is not ASCII, the regular expression decides.
+//! GPT-2's pattern, and that of cl100k, Llama 3 and Qwen. Both match every character, and only look ahead: a match
+//! depends on the text from its start to the character after its end. If one of these is not ASCII, the regular
+//! expression decides.
 
 /// Pattern of the pre-tokenizer `ByteLevel` with `use_regex`.
 pub(super) const GPT_2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";

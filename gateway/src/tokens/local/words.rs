@@ -1,9 +1,9 @@
 //! Ids of a text by byte-level BPE, equal to those of the tokenizer and about ten times cheaper.
 //!
 //! The steps are those of the tokenizer, with its own patterns and model: added tokens, normalizer, added tokens with
-//! normalized text, patterns, model. The tokenizer keeps the position of every character through all steps, which is most of
-//! its cost. Here frequent words come from a small cache. [`Words::of`] compares each file with the tokenizer; other kinds
-//! have no such form.
+//! normalized text, patterns, model. The tokenizer keeps the position of every character through all steps, which is
+//! most of its cost. Here frequent words come from a small cache. [`Words::of`] compares each file with the tokenizer;
+//! other kinds have no such form.
 
 use std::borrow::Cow;
 
