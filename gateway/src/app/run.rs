@@ -142,7 +142,7 @@ pub async fn run_until(gateway: Gateway, mut signals: mpsc::Receiver<Signal>) ->
         drained = drained => {
             match drained.broken {
                 0 => tracing::info!("shutdown complete: no requests in flight"),
-                broken => tracing::warn!(broken, "shutdown complete: connections still busy after drain_timeout_ms were closed"),
+                broken => tracing::warn!(broken, "shutdown complete: requests still in flight after drain_timeout_ms were cut off"),
             }
             Ended::Drained(drained)
         }

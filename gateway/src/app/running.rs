@@ -100,6 +100,7 @@ fn client_options(settings: &GatewaySettings, limits: &ProcessLimits) -> Result<
         streams_max: settings.http2_streams_max,
         head_timeout: Duration::from_millis(settings.head_timeout_ms),
         stall_max: Duration::from_millis(settings.idle_timeout_ms),
+        busy_max: Duration::from_millis(settings.drain_timeout_ms / 4),
         tls,
     })
 }

@@ -26,8 +26,14 @@ pub(super) struct Activity {
 /// Counts of requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Counts {
-    pub(super) begun: u64,
-    pub(super) ended: u64,
+    begun: u64,
+    ended: u64,
+}
+
+impl Counts {
+    pub(super) fn in_flight(self) -> usize {
+        usize::try_from(self.begun - self.ended).unwrap_or(usize::MAX)
+    }
 }
 
 impl Activity {
@@ -45,6 +51,10 @@ impl Activity {
         // Ends first: the counts are equal only without a request in flight.
         let ended = self.ended.load(Ordering::SeqCst);
         Counts { begun: self.begun.load(Ordering::SeqCst), ended }
+    }
+
+    pub(super) fn in_flight(&self) -> usize {
+        self.counts().in_flight()
     }
 
     /// Resolves after the end of the last request in flight, or a notification.
@@ -77,6 +87,7 @@ pub(super) struct Connection {
     held: Held,
     listener: Arc<Activity>,
     is_http2: AtomicBool,
+    is_leaving: AtomicBool,
 }
 
 /// One request, until dropped.
@@ -88,8 +99,9 @@ pub(super) struct Begun {
 
 impl Connection {
     pub(super) fn of(listener: &Arc<Activity>, budget: Option<Arc<RequestBudget>>) -> Arc<Self> {
-        let (activity, listener) = (Activity::default(), Arc::clone(listener));
-        Arc::new(Self { activity, budget, held: Held::default(), listener, is_http2: AtomicBool::new(false) })
+        let (activity, listener, held) = (Activity::default(), Arc::clone(listener), Held::default());
+        let (is_http2, is_leaving) = (AtomicBool::new(false), AtomicBool::new(false));
+        Arc::new(Self { activity, budget, held, listener, is_http2, is_leaving })
     }
 
     /// Records the start of a request, with the limit that refuses it.
@@ -110,9 +122,14 @@ impl Connection {
         self.is_http2.load(Ordering::Relaxed)
     }
 
-    /// Wakes the task of the connection for a request of a drain.
-    pub(super) fn notify(&self) {
+    /// Lets an HTTP/2 connection end as soon as no stream is open.
+    pub(super) fn leave(&self) {
+        self.is_leaving.store(true, Ordering::Relaxed);
         self.activity.idle.notify_one();
+    }
+
+    pub(super) fn is_leaving(&self) -> bool {
+        self.is_leaving.load(Ordering::Relaxed)
     }
 }
 

@@ -2,13 +2,14 @@
 //!
 //! Limits the number of connections; further ones receive one response and are closed if the listener has routes for
 //! them (`Overflow`). A client that sends or reads too slowly is cut off without effect on others. A drain accepts no
-//! new connections and serves every request that arrives on open ones. Each response then carries `Connection: close`,
-//! or is followed by GOAWAY. Idle connections close after the last request in flight. The drain reports the
-//! number of connections broken at its deadline.
+//! new connections and serves every request that arrives on open ones. Each response then carries `Connection: close`.
+//! A connection of HTTP/2 receives GOAWAY behind the last of its responses. Idle connections close after the last request
+//! in flight. The drain reports the number of requests broken at its deadline.
 //! Routes and body readers have timeouts of their own.
 
 mod acceptor;
 mod busy;
+mod leaving;
 mod passed;
 mod socket;
 
@@ -34,12 +35,12 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 use tokio::task::{JoinHandle, JoinSet, yield_now};
 use tokio::time::{Instant, sleep, timeout, timeout_at};
-use tokio_io_timeout::TimeoutWriter;
 use tokio_rustls::TlsAcceptor;
 use tower::Service as _;
 
 use acceptor::{Accepted, Acceptor};
-use busy::{Activity, Connection, Counts, keep_busy};
+use busy::{Activity, Connection, keep_busy};
+use leaving::ClientStream;
 pub(crate) use passed::PassedSockets;
 pub use socket::ListenError;
 pub(crate) use socket::{Reserved, ReservedSockets};
@@ -72,7 +73,7 @@ const QUIET: Duration = Duration::from_secs(1);
 /// Result of a drain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Drained {
-    /// Connections broken at the deadline.
+    /// Requests broken at the deadline.
     pub broken: usize,
 }
 
@@ -89,6 +90,9 @@ pub(crate) struct ListenerOptions {
     pub(crate) head_timeout: Duration,
     /// Timeout of a client that does not read.
     pub(crate) stall_max: Duration,
+    /// Time of a drain after which HTTP/2 connections receive GOAWAY beside open streams too. Proxies then complete their
+    /// streams, some clients lose them.
+    pub(crate) busy_max: Duration,
     /// Budget of the requests; `None`: all are served.
     pub(crate) budget: Option<Arc<RequestBudget>>,
     /// Maximum concurrent requests of an HTTP/2 connection.
@@ -175,9 +179,8 @@ impl Listener {
         let end = Instant::now() + deadline;
         self.phase.send_replace(Phase::Stopped);
         let Ok(mut connections) = self.task.await else { return Drained { broken: 0 } };
-        // Idle connections close before the deadline and never count as broken.
         let closing = async {
-            let _ = timeout(deadline - QUIET.min(deadline / 2), self.activity.idle_for(QUIET.min(deadline / 2))).await;
+            let _ = timeout(deadline, self.activity.idle_for(QUIET.min(deadline / 2))).await;
             self.phase.send_replace(Phase::Closing);
             std::future::pending().await
         };
@@ -189,8 +192,7 @@ impl Listener {
             return Drained { broken: 0 };
         }
         before_breaking();
-        while connections.try_join_next().is_some() {}
-        let broken = connections.len();
+        let broken = self.activity.in_flight();
         connections.shutdown().await;
         Drained { broken }
     }
@@ -235,31 +237,35 @@ struct Seen {
 }
 
 impl Seen {
-    /// Resolves when the connection must end: at the end of a drain, or idle for too long. A client of HTTP/2 also receives
-    /// GOAWAY during a drain, with its last response in flight or with the first request beside others, because some
-    /// clients fail all requests in flight at GOAWAY. Those of HTTP/1.1 see a header in the next response.
-    async fn over(&self, idle_max: Duration) {
-        let (mut phase, activity, mut at_drain) = (self.phase.clone(), &self.client.activity, None);
+    /// Resolves when hyper must end the connection: at the end of a drain, idle for too long, or with several requests
+    /// `busy_max` after the begin of a drain. Without several, HTTP/2 connections end with their last request, and clients
+    /// of HTTP/1.1 see a header in their next response.
+    async fn over(&self, idle_max: Duration, busy_max: Duration) {
+        let (mut phase, client, mut is_over) = (self.phase.clone(), &self.client, false);
         loop {
-            let (now, counts) = (*phase.borrow_and_update(), activity.counts());
-            let is_idle = counts.begun == counts.ended;
-            if now == Phase::Closing {
+            let (now, counts) = (*phase.borrow_and_update(), client.activity.counts());
+            let is_idle = counts.in_flight() == 0;
+            is_over |= now == Phase::Closing;
+            if client.is_http2() && (is_over || client.is_leaving() || now != Phase::Open && !is_idle) {
+                client.leave();
+                // The connection reads.
+                yield_now().await;
+                sleep(busy_max).await;
+                // A single request ends the connection.
+                while client.activity.in_flight() <= 1 {
+                    client.activity.changed().await;
+                }
                 return;
             }
-            if now != Phase::Open && self.client.is_http2() {
-                let before: Counts = *at_drain.get_or_insert(counts);
-                let is_last = is_idle && counts.ended > before.ended;
-                if is_last || counts.begun > before.begun && counts.begun - counts.ended > 1 {
-                    // The connection sends the end of the response first.
-                    return yield_now().await;
-                }
+            if is_over {
+                return;
             }
             tokio::select! {
                 biased;
                 changed = phase.changed() => if changed.is_err() { return },
-                () = activity.changed() => {}
+                () = client.activity.changed() => {}
                 // For connections that have sent no request, and for HTTP/2: hyper limits the other waits.
-                () = sleep(idle_max), if is_idle => if activity.counts() == counts { return },
+                () = sleep(idle_max), if is_idle => is_over = client.activity.counts() == counts,
             }
         }
     }
@@ -347,11 +353,10 @@ impl Protocol {
     {
         let service = service_fn(|request| self.respond(routes, request, &seen));
         // A client that reads anything within the time is never cut off, however slow. Reads are not affected.
-        let mut stream = TimeoutWriter::new(stream);
-        stream.set_timeout(Some(self.options.stall_max));
-        let connection = http.builder.serve_connection_with_upgrades(TokioIo::new(Box::pin(stream)), service);
+        let stream = ClientStream::new(stream, self.options.stall_max, Arc::clone(&seen.client));
+        let connection = http.builder.serve_connection_with_upgrades(TokioIo::new(stream), service);
         tokio::pin!(connection);
-        let over = seen.over(http.idle_max);
+        let over = seen.over(http.idle_max, self.options.busy_max);
         tokio::select! {
             biased;
             // The way a client disconnects is irrelevant.
@@ -375,7 +380,7 @@ impl Protocol {
         let (mut begun, refusal) = seen.client.begin(is_http2, head_bytes(&request));
         let (phase, extensions) = (seen.phase.clone(), request.extensions_mut());
         if is_http2 && *phase.borrow() != Phase::Open {
-            seen.client.notify();
+            seen.client.leave();
         }
         extensions.insert(ConnectInfo(seen.peer));
         let response = match (refusal, &self.options.overflow) {

@@ -28,6 +28,7 @@ fn options(name: &'static str) -> ListenerOptions {
         streams_max: 100,
         head_timeout: PATIENCE,
         stall_max: PATIENCE,
+        busy_max: Duration::ZERO,
         tls: None,
     }
 }
@@ -247,6 +248,56 @@ async fn http2_requests_share_a_connection_and_end_before_a_drain() {
     go.notify_one();
     assert_eq!(hanging.await.expect("no panic"), "done");
     assert!(connection.await.expect("no panic"), "closed in order");
+    assert_eq!(listener.drain(PATIENCE, || {}).await, Drained { broken: 0 });
+}
+
+/// The next frame: type, flags, stream and payload.
+async fn next_frame(stream: &mut TcpStream) -> (u8, u8, u32, Vec<u8>) {
+    let mut head = [0; 9];
+    let read = timeout(PATIENCE, stream.read_exact(&mut head)).await.expect("a frame in time");
+    read.expect("connection is open");
+    let [high, middle, low, kind, flags, id @ ..] = head;
+    let mut payload = vec![0; u32::from_be_bytes([0, high, middle, low]) as usize];
+    timeout(PATIENCE, stream.read_exact(&mut payload)).await.expect("in time").expect("connection is open");
+    (kind, flags, u32::from_be_bytes(id), payload)
+}
+
+/// A request in one frame: method GET, scheme http, authority `a`.
+fn request_frame(stream: u8, path: &str) -> Vec<u8> {
+    let length = u8::try_from(path.len()).expect("short");
+    [&[0, 0, 7 + length, 1, 5, 0, 0, 0, stream, 0x82, 0x86, 0x01, 1, b'a', 0x04, length], path.as_bytes()].concat()
+}
+
+#[tokio::test]
+async fn goaway_is_the_last_frame_of_a_drained_connection() {
+    const SETTINGS: [u8; 9] = [0, 0, 0, 4, 0, 0, 0, 0, 0];
+    const GOAWAY: u8 = 7;
+    let go: Arc<Notify> = Arc::default();
+    let listener = start(ListenerOptions { busy_max: PATIENCE, ..options("goaway") }, &go).await;
+    let mut client = connect(&listener).await;
+    let requests = [request_frame(1, "/hang"), request_frame(3, "/")].concat();
+    client.write_all(&[&b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"[..], &SETTINGS, &requests].concat()).await.expect("open");
+    let ended = async |client: &mut TcpStream| loop {
+        let (kind, flags, stream, _) = next_frame(client).await;
+        assert_ne!(kind, GOAWAY);
+        if kind == 0 && flags & 1 == 1 {
+            return stream;
+        }
+    };
+    assert_eq!(ended(&mut client).await, 3);
+    listener.begin_drain();
+    client.write_all(&request_frame(5, "/")).await.expect("connection is open");
+    assert_eq!(ended(&mut client).await, 5, "served beside another request");
+    go.notify_one();
+    assert_eq!(ended(&mut client).await, 1);
+    let (kind, _, _, payload) = next_frame(&mut client).await;
+    assert_eq!((kind, payload), (GOAWAY, vec![0, 0, 0, 5, 0, 0, 0, 0]), "the last stream, no error");
+    // A request that crosses the frame causes no reset.
+    client.write_all(&request_frame(7, "/")).await.expect("connection is open");
+    client.shutdown().await.expect("connection is open");
+    let mut rest = Vec::new();
+    timeout(PATIENCE, client.read_to_end(&mut rest)).await.expect("in time").expect("a clean end");
+    assert!(rest.is_empty(), "{rest:?}");
     assert_eq!(listener.drain(PATIENCE, || {}).await, Drained { broken: 0 });
 }
 
