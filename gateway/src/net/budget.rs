@@ -2,7 +2,9 @@
 //!
 //! A request takes its permit when its head has arrived, before any other work: the memory of its head, its state and
 //! its buffers, and one connection to a worker. Its body takes bytes of the same budget as it arrives. The sum never
-//! exceeds the budget. Requests without a permit, and responses to unknown clients, have a small share of their own.
+//! exceeds the budget. Requests without a permit, and responses to unknown clients, have a small share of their own with
+//! HTTP/2. Connections of HTTP/1.1 have one response each, and the limit of connections applies, so that probes are
+//! answered.
 //!
 //! A connection of HTTP/2 has at most as much as is free, so that its limit falls as the load rises.
 //!
@@ -224,11 +226,12 @@ impl RequestBudget {
         }
         self.warn(refusal.name());
         metrics::counter!(REQUESTS_REFUSED.name, "reason" => refusal.name()).increment(1);
-        (self.begin_refused(), Some(refusal))
+        (self.begin_refused(connection), Some(refusal))
     }
 
-    fn begin_refused(&self) -> Permit {
-        let max = Use { requests: u64::MAX, bytes: self.max.bytes / REFUSED_SHARE };
+    fn begin_refused(&self, connection: Option<&Held>) -> Permit {
+        let bytes = connection.map_or(u64::MAX, |_| self.max.bytes / REFUSED_SHARE);
+        let max = Use { requests: u64::MAX, bytes };
         if self.refused.begin_within(max, REFUSED_BYTES) { Permit::Refused } else { Permit::None }
     }
 
@@ -248,7 +251,7 @@ impl RequestBudget {
     pub(super) fn refuse(&self, permit: Permit, connection: Option<&Held>) -> Permit {
         let Permit::Served(_) = permit else { return permit };
         self.end(permit, connection);
-        self.begin_refused()
+        self.begin_refused(connection)
     }
 
     /// Bytes that all requests may have while a body grows.
@@ -441,11 +444,9 @@ mod tests {
     fn refused_requests_have_a_small_share() {
         let budget = RequestBudget::new(REFUSED_SHARE * 2 * REFUSED_BYTES, 1);
         assert_eq!(budget.begin(0, None), (Permit::Served(REQUEST_BYTES), None));
-        let again = || budget.begin(0, None);
-        assert_eq!(
-            [again(), again(), again()].map(|(permit, _)| permit),
-            [Permit::Refused, Permit::Refused, Permit::None]
-        );
+        let (http2, again) = (Held::default(), || budget.begin(0, None));
+        let all = [Some(&http2), Some(&http2), Some(&http2), None].map(|connection| budget.begin(0, connection).0);
+        assert_eq!(all, [Permit::Refused, Permit::Refused, Permit::None, Permit::Refused]);
         budget.end(Permit::Refused, None);
         // An unknown client leaves the budget.
         assert_eq!(budget.refuse(Permit::Served(REQUEST_BYTES), None), Permit::Refused);
