@@ -21,6 +21,7 @@ use pointsman_gateway::app::replay::{ReplayArgs, replay_decisions};
 use pointsman_gateway::app::top;
 use pointsman_gateway::app::top::keys;
 use pointsman_gateway::app::top::{TopError, TopOptions};
+use pointsman_gateway::net::certificates::Certificate;
 use pointsman_gateway::net::limits::ProcessLimits;
 use pointsman_gateway::settings::{ConfigFile, Flag, LoadError, LoadErrors, Loaded, LogFormat, Secrets, Sources};
 use pointsman_trial::demo::{Demo, DemoConfig, Progress};
@@ -334,6 +335,7 @@ fn check_config(loaded: &Loaded) -> Result<String, String> {
         .warnings()
         .into_iter()
         .chain(limits.warning())
+        .chain(Certificate::all(settings).iter().filter_map(Certificate::warning))
         .for_each(|warning| print_error(format_args!("warning: {warning}")));
     Ok(format!("{loaded}\n{limits}"))
 }

@@ -53,6 +53,22 @@ fn the_example_is_accepted_and_printed() {
 }
 
 #[test]
+fn certificates_that_are_not_valid_are_warned_of() {
+    let tls = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tls");
+    let (chain, key) = (tls.join("expired-test-only.crt"), tls.join("test-only.key"));
+    let config = format!(
+        "[gateway]\ntls_certificate_file = {chain:?}\ntls_key_file = {key:?}\n\
+         [[models]]\nname = \"m\"\nworker_urls = [\"http://e\"]\n"
+    );
+    let output = check_config(&written("expired.toml", &config), &[]);
+    assert_eq!(output.status.code(), Some(0));
+    let told = text(&output.stderr);
+    let start =
+        format!("warning: gateway.tls_certificate_file is {}, with a certificate that expired ", chain.display());
+    assert!(told.lines().any(|line| line.starts_with(&start)), "{told}");
+}
+
+#[test]
 fn unusable_files_are_named_without_content() {
     written("short.key", "hush-hush\n");
     let file = written(

@@ -18,6 +18,7 @@ use super::running::{Files, GatewayError, Running};
 use super::{metrics, reload, routes};
 use crate::formats::openai::ApiError;
 use crate::net::budget::RequestBudget;
+use crate::net::certificates::Certificate;
 use crate::net::limits::{ADMIN_CONNECTIONS_MAX, ADMIN_STREAMS_MAX, OVERFLOW_CONNECTIONS_MAX, ProcessLimits};
 use crate::net::listener::{Drained, ListenError, Listener, ListenerOptions, Overflow, PassedSockets, ReservedSockets};
 use crate::net::tls;
@@ -115,6 +116,8 @@ impl Gateway {
             }
             let pools = &running.pools;
             upkeep.spawn(warn_of_unread_events(pools.clone()));
+            let certificates = running.certificates.clone();
+            upkeep.spawn(Certificate::keep_reporting(move || certificates.get()));
             upkeep.spawn(warm::write_periodically(pools.clone()));
             upkeep.spawn(Arc::clone(&decision_files).write_continuously(pools.clone()));
             let mut gateway = Self { running, clients, reloader, admin, picker, replicas, decision_files, upkeep };

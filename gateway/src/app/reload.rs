@@ -20,6 +20,7 @@ use super::running::{Files, Running};
 use crate::admin::ClientAddress;
 use crate::admission::retry_budget::RetryBudget;
 use crate::formats::openai::ApiError;
+use crate::net::certificates::Certificate;
 use crate::net::limits::ProcessLimits;
 use crate::net::listener::ListenerControl;
 use crate::net::upstream::{WorkerTlsFiles, worker_tls};
@@ -177,6 +178,9 @@ impl Reloader {
     async fn apply(&self, next: Next, known: &mut WorkerTlsFiles) -> Vec<String> {
         let Next { settings, restart_needed, files, worker_tls, tls_files, models } = next;
         settings.warnings().iter().for_each(|warning| tracing::warn!("{warning}"));
+        let certificates = Certificate::all(&settings);
+        Certificate::report(&certificates);
+        self.running.certificates.replace(certificates);
         *known = tls_files;
         let (pools, context) = (self.running.pools.get(), self.running.context.get());
         let (gateway, old) = (&settings.gateway, &context.settings.gateway);

@@ -10,6 +10,7 @@ use crate::admission::admit::Admission;
 use crate::admission::retry_budget::RetryBudget;
 use crate::admission::tenants::Tenants;
 use crate::net::budget::RequestBudget;
+use crate::net::certificates::Certificate;
 use crate::net::limits::ProcessLimits;
 use crate::net::listener::ListenerOptions;
 use crate::net::tls::{self, TlsError};
@@ -34,6 +35,7 @@ pub(super) struct Running {
     /// What the tasks of the models see.
     pub(super) pools: Latest<Pools>,
     pub(super) admin_tokens: Latest<Tokens>,
+    pub(super) certificates: Latest<Vec<Certificate>>,
 }
 
 impl Running {
@@ -52,12 +54,14 @@ impl Running {
             budget: RequestBudget::new(limits.request_budget_bytes, limits.requests_max),
             shared_sessions: Arc::default(),
         };
+        let certificates = Latest::new(Certificate::all(&settings));
         let readiness = Arc::new(Readiness::new(Duration::from_millis(gateway.warm_up_ms)));
         let (settings, models) = (Arc::new(settings), Arc::new(models));
         let pools = Pools { settings: Arc::clone(&settings), models: Arc::clone(&models), readiness };
         let (meters, ids) = (Arc::new(Meters::new()), Arc::new(Ids::new()));
         let context = RequestContext { settings, models, admission, upstream, meters, tracing, ids };
-        Ok(Self { context: Latest::new(context), pools: Latest::new(pools), admin_tokens: Latest::new(admin_tokens) })
+        let (context, pools, admin_tokens) = (Latest::new(context), Latest::new(pools), Latest::new(admin_tokens));
+        Ok(Self { context, pools, admin_tokens, certificates })
     }
 }
 

@@ -3,6 +3,7 @@
 //! Sockets, TLS, connections and their limits. The content of a request is not read here.
 
 pub(crate) mod budget;
+pub mod certificates;
 pub(crate) mod head;
 pub mod limits;
 pub mod listener;

@@ -215,6 +215,19 @@ impl Settings {
         own.into_iter().flatten().chain(of_models).collect()
     }
 
+    /// Files with certificates that this gateway presents, with their settings.
+    pub(crate) fn certificate_files(&self) -> impl Iterator<Item = (&'static str, &Path)> {
+        let picker = self.picker.as_ref().and_then(|picker| picker.tls_certificate_file.as_deref());
+        let replicas = self.replicas.as_ref().and_then(|replicas| replicas.tls_certificate_file.as_deref());
+        let files = [
+            ("gateway.tls_certificate_file", self.gateway.tls_certificate_file.as_deref()),
+            ("gateway.worker_certificate_file", self.gateway.worker_certificate_file.as_deref()),
+            ("picker.tls_certificate_file", picker),
+            ("replicas.tls_certificate_file", replicas),
+        ];
+        files.into_iter().filter_map(|(setting, file)| Some((setting, file?)))
+    }
+
     /// Files with API keys of workers, with their settings.
     pub fn worker_key_files(&self) -> Vec<(String, &Path)> {
         let of_gateway = ("gateway.worker_api_key_file".to_owned(), self.gateway.worker_api_key_file.as_deref());

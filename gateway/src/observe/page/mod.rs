@@ -58,6 +58,8 @@ metric_table! {
     CONNECTIONS: gauge "pointsman_gateway_connections" ["listener"] = "Open connections.";
     HANDSHAKES_REFUSED: counter "pointsman_gateway_handshakes_refused_total" ["listener"] =
         "TLS handshakes that failed or timed out.";
+    CERTIFICATE_EXPIRY: gauge "pointsman_gateway_certificate_expiry_timestamp_seconds" ["setting"] =
+        "End of the validity of a presented certificate, in seconds since 1970.";
     ACCEPT_ERRORS: counter "pointsman_gateway_accept_errors_total" ["listener"] =
         "Failed accepts, mostly for lack of descriptors.";
     CONNECTIONS_REFUSED: counter "pointsman_gateway_connections_refused_total" ["listener"] =
