@@ -2,7 +2,7 @@
 //!
 //! A gauge or counter with the label `worker` is updated every second while its rank is registered. Without updates for
 //! [`IDLE_MAX`] the exporter drops it, so that changing pods do not accumulate series. All others may keep a value for
-//! long, so they are refreshed before the exporter checks.
+//! long, so they are refreshed before the exporter checks. Series with that label can be left out altogether.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -41,12 +41,24 @@ impl LastingSeries {
 pub(crate) struct Expiring {
     recorder: PrometheusRecorder,
     lasting: LastingSeries,
+    has_workers: bool,
 }
 
 impl Expiring {
-    pub(crate) fn new(recorder: PrometheusRecorder) -> (Self, LastingSeries) {
+    /// `has_workers`: whether series with the label `worker` are recorded.
+    pub(crate) fn new(recorder: PrometheusRecorder, has_workers: bool) -> (Self, LastingSeries) {
         let lasting = LastingSeries::default();
-        (Self { recorder, lasting: lasting.clone() }, lasting)
+        (Self { recorder, lasting: lasting.clone(), has_workers }, lasting)
+    }
+
+    /// The handle of a recorded series. It is kept unless the series belongs to a worker.
+    fn kept<T: Clone>(&self, lasting: &Mutex<BTreeMap<Key, T>>, key: &Key, register: impl FnOnce() -> T) -> Option<T> {
+        let is_of_worker = key.labels().any(|label| label.key() == WORKER);
+        let handle = (self.has_workers || !is_of_worker).then(register)?;
+        if !is_of_worker {
+            lasting.lock().entry(key.clone()).or_insert_with(|| handle.clone());
+        }
+        Some(handle)
     }
 }
 
@@ -64,24 +76,18 @@ impl Recorder for Expiring {
     }
 
     fn register_counter(&self, key: &Key, metadata: &Metadata<'_>) -> Counter {
-        kept(&self.lasting.counters, key, self.recorder.register_counter(key, metadata))
+        let register = || self.recorder.register_counter(key, metadata);
+        self.kept(&self.lasting.counters, key, register).unwrap_or_else(Counter::noop)
     }
 
     fn register_gauge(&self, key: &Key, metadata: &Metadata<'_>) -> Gauge {
-        kept(&self.lasting.gauges, key, self.recorder.register_gauge(key, metadata))
+        let register = || self.recorder.register_gauge(key, metadata);
+        self.kept(&self.lasting.gauges, key, register).unwrap_or_else(Gauge::noop)
     }
 
     fn register_histogram(&self, key: &Key, metadata: &Metadata<'_>) -> Histogram {
         self.recorder.register_histogram(key, metadata)
     }
-}
-
-/// The handle, which is kept unless the series belongs to a worker.
-fn kept<T: Clone>(lasting: &Mutex<BTreeMap<Key, T>>, key: &Key, handle: T) -> T {
-    if key.labels().all(|label| label.key() != WORKER) {
-        lasting.lock().entry(key.clone()).or_insert_with(|| handle.clone());
-    }
-    handle
 }
 
 #[cfg(test)]
@@ -95,7 +101,7 @@ mod tests {
         let builder = PrometheusBuilder::new().idle_timeout(super::super::page::expiring(), Some(Duration::ZERO));
         let recorder = builder.build_recorder();
         let pages = recorder.handle();
-        let (recorder, lasting) = Expiring::new(recorder);
+        let (recorder, lasting) = Expiring::new(recorder, true);
         metrics::with_local_recorder(&recorder, || {
             let of = |worker: u32| metrics::gauge!("held", "worker" => worker.to_string(), "rank" => "0");
             metrics::gauge!("build").set(1.0);
@@ -127,5 +133,17 @@ mod tests {
                 "the handle still updates the series"
             );
         });
+    }
+
+    #[test]
+    fn series_of_workers_can_be_left_out() {
+        let recorder = PrometheusBuilder::new().build_recorder();
+        let pages = recorder.handle();
+        metrics::with_local_recorder(&Expiring::new(recorder, false).0, || {
+            metrics::gauge!("held", "worker" => "1").set(1.0);
+            metrics::counter!("placed", "worker" => "1").increment(1);
+            metrics::counter!("requests", "model" => "m").increment(1);
+        });
+        assert_eq!(pages.render(), "# TYPE requests counter\nrequests{model=\"m\"} 1\n\n");
     }
 }

@@ -86,6 +86,8 @@ settings! {
         salt_secret_file: Option<PathBuf> => reloaded;
         /// Whether the clients' listener also serves `/metrics`. Default: without tenants.
         metrics_public: Option<bool> => reloaded;
+        /// Whether `/metrics` has series per worker, about 60 each.
+        metrics_per_worker: bool = true;
         /// Origins of web pages that may send requests: `https://HOST`, or `*` for all. Default: all without tenants, none with
         /// tenants.
         allow_origins: Option<Vec<String>> => reloaded;

@@ -165,7 +165,7 @@ fn tls_data(file: &str) -> std::path::PathBuf {
 #[tokio::test]
 async fn a_tls_listener_rejects_plain_http() {
     let tls = tls::server(&tls_data("test-only.crt"), &tls_data("test-only.key")).expect("valid certificate and key");
-    let metrics = Metrics::install(String::new).expect("no other recorder is installed");
+    let metrics = Metrics::install(Some(String::new)).expect("no other recorder is installed");
     let listener = start(ListenerOptions { tls: Some(tls), ..options("tls-test") }, &Arc::default()).await;
 
     let mut roots = RootCertStore::empty();

@@ -83,8 +83,8 @@ metric_table! {
 pub(crate) struct Metrics {
     recorder: PrometheusHandle,
     lasting: LastingSeries,
-    /// Part of the page that another module renders.
-    further: fn() -> String,
+    /// Part of the page that another module renders; `None` without series per worker.
+    further: Option<fn() -> String>,
     /// Locked while a page is rendered, to limit concurrency to one.
     render_lock: Arc<Mutex<()>>,
 }
@@ -92,13 +92,13 @@ pub(crate) struct Metrics {
 impl Metrics {
     /// Installs the recorder of the process on the first call; `None` if the embedding process has its own recorder.
     /// Call before starting routers, because metric handles belong to the recorder at their creation. `further` renders
-    /// series that the recorder does not hold.
-    pub(crate) fn install(further: fn() -> String) -> Option<Self> {
+    /// the series of workers that the recorder does not hold; without it there are none.
+    pub(crate) fn install(further: Option<fn() -> String>) -> Option<Self> {
         static INSTALLED: OnceLock<Option<Metrics>> = OnceLock::new();
         let install = || {
             let recorder = builder().build_recorder();
             let handle = recorder.handle();
-            let (recorder, lasting) = Expiring::new(recorder);
+            let (recorder, lasting) = Expiring::new(recorder, further.is_some());
             metrics::set_global_recorder(recorder).ok()?;
             METRICS.iter().for_each(Metric::describe);
             metrics::gauge!(BUILD_INFO.name, "version" => env!("CARGO_PKG_VERSION")).set(1.0);
@@ -114,6 +114,7 @@ impl Metrics {
         self.lasting.touch();
         // Rendering thousands of series takes milliseconds, and /proc reads block.
         let further = self.further;
+        let further = move || further.map(|further| further()).unwrap_or_default();
         let page = tokio::task::spawn_blocking(move || recorder.render() + &further() + &process::page()).await;
         match page {
             Ok(page) => ([(header::CONTENT_TYPE, PAGE_TYPE)], page).into_response(),
