@@ -15,7 +15,7 @@ use futures_util::stream::unfold;
 use http_body::{Body, Frame};
 use http_body_util::{BodyExt as _, StreamBody};
 use pointsman::config::OnTargetMiss;
-use pointsman::protocol::WorkerRank;
+use pointsman::protocol::{Engine, WorkerRank};
 use pointsman::{AnswerKind, Prompt};
 use tokio::task::yield_now;
 use tokio::time::Instant;
@@ -25,30 +25,36 @@ use super::attempts::{AttemptLoop, WorkerResponse};
 use super::begin::ResponseStart;
 use super::reports::siblings;
 use crate::formats::migration::{ResumableRequest, Resume, StreamJoiner, StreamState};
+use crate::formats::openai::Endpoint;
 use crate::observe::requests::{MigrationResult, StreamBreak};
 use crate::proxy::account::Account;
 use crate::proxy::context::RequestContext;
 use crate::proxy::routable::RoutableRequest;
 
-/// The resumable form of a request, if migrations are enabled. Its body replaces the prepared one.
-pub(super) fn resumable(
-    context: &RequestContext,
-    account: &mut Account,
-    prepared: &mut RoutableRequest,
-) -> Option<ResumableRequest> {
+/// Longest body that is kept for a resumption.
+const BODY_BYTES_MAX: usize = 1 << 20;
+
+/// Whether a stream may be resumed. Its request is read after a failure only.
+pub(super) fn is_enabled(context: &RequestContext, account: &mut Account, prepared: &RoutableRequest) -> bool {
     if context.settings.gateway.stream_migrations_max == 0 || prepared.kind != AnswerKind::Events {
-        return None;
+        return false;
     }
     account.breaks_as(MigrationResult::Unsound);
-    let request = ResumableRequest::parse(prepared.worker_endpoint, &prepared.body)?;
-    prepared.body = request.body().clone();
-    Some(request)
+    matches!(prepared.worker_endpoint, Endpoint::Chat | Endpoint::Completions) && prepared.body.len() <= BODY_BYTES_MAX
+}
+
+/// Whether the engines of the model compute exactly the prompt of the request before this output. SGLang appends it to
+/// the prompt. vLLM renders it by the chat template: then the tokens show whether the prompt stays, and templates may
+/// drop spaces at its ends.
+async fn continues(prepared: &RoutableRequest, text: &str, resume: &Bytes) -> bool {
+    let workers = prepared.model.router.workers();
+    let all = |engine: Engine| workers.iter().all(|worker| worker.config.engine == Some(engine));
+    all(Engine::Sglang) || all(Engine::Vllm) && text.trim() == text && prepared.is_prefix_of(resume).await
 }
 
 /// Data of a request for its resumptions.
 pub(super) struct Migration {
     pub(super) prepared: RoutableRequest,
-    pub(super) request: ResumableRequest,
     /// Headers of the client.
     pub(super) headers: HeaderMap,
     pub(super) request_id: String,
@@ -80,7 +86,7 @@ impl Migrating {
         let migrating = Box::new(Self {
             context: Arc::clone(context),
             answer: answer.deferring_cuts(),
-            joiner: StreamJoiner::new(&migration.request, tokens_max),
+            joiner: StreamJoiner::new(tokens_max),
             migration,
             migrations: 0,
             rank,
@@ -130,16 +136,22 @@ impl Migrating {
             StreamState::TooLong => return Err(MigrationResult::TooLong),
             StreamState::Unsound | StreamState::Finished => return Err(MigrationResult::Unsound),
         }
-        let Migration { prepared, request: resumable, headers, request_id } = &*self.migration;
+        let Migration { prepared, headers, request_id } = &*self.migration;
+        let resumable = ResumableRequest::parse(prepared.worker_endpoint, &prepared.body);
+        let resumable = resumable.ok_or(MigrationResult::Unsound)?;
         let body = match resumable.resume(self.joiner.output()) {
             Resume::Send(body) => body,
             Resume::Complete => {
                 self.has_ended = true;
                 self.answer.account.iter_mut().for_each(Account::complete);
-                return Ok(self.joiner.complete(prepared.prompt_tokens()));
+                return Ok(self.joiner.complete(&resumable, prepared.prompt_tokens()));
             }
             Resume::Unknown => return Err(MigrationResult::Unsound),
         };
+        let text = &self.joiner.output().text;
+        if resumable.is_chat() && !text.is_empty() && !continues(prepared, text, &body).await {
+            return Err(MigrationResult::Unsound);
+        }
         if self.migrations >= self.context.settings.gateway.stream_migrations_max {
             return Err(MigrationResult::Failed);
         }

@@ -149,7 +149,7 @@ async fn forward(
     // A count is computed here if possible. Otherwise an engine with this endpoint computes it.
     let messages = Some(MessagesMode::Pass).filter(|_| endpoint == Endpoint::CountTokens);
     let retries = Some(&*context.admission.retry_budget);
-    let mut prepared = RoutableRequest::receive(context, account, target, (headers, body), messages, retries).await?;
+    let prepared = RoutableRequest::receive(context, account, target, (headers, body), messages, retries).await?;
     if endpoint == Endpoint::CountTokens {
         if let Some(input_tokens) = prepared.prompt_tokens() {
             return Ok(Reply::Count(input_tokens));
@@ -169,7 +169,7 @@ async fn forward(
     });
     let is_known = endpoint.has_known_response(prepared.kind == AnswerKind::Events);
     let renamed = prepared.answered_model.clone().filter(|_| !is_translated && is_known);
-    let resumable = migration::resumable(context, account, &mut prepared);
+    let may_migrate = migration::is_enabled(context, account, &prepared);
     let (body, none) = (prepared.body.clone(), BTreeSet::new());
     let attempts = AttemptLoop::new(context, &prepared, (headers, request_id), body, &none);
     let begin = attempts.run(account, prepared.request()).await?;
@@ -177,9 +177,9 @@ async fn forward(
         let tenant = account.access.tenant.as_deref();
         stored::record(tenant, &begin.body.held_bytes(), &prepared.model, begin.placement.rank());
     }
-    let migration = resumable.filter(|_| begin.checked == Some(AnswerKind::Events)).map(|request| {
+    let migration = (may_migrate && begin.checked == Some(AnswerKind::Events)).then(|| {
         let (headers, request_id) = (headers.clone(), request_id.to_owned());
-        Box::new(Migration { prepared, request, headers, request_id })
+        Box::new(Migration { prepared, headers, request_id })
     });
     Ok(Reply::Started(Forwarded { begin, translation, known, renamed, migration }))
 }

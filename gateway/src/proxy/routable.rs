@@ -218,6 +218,15 @@ impl RoutableRequest {
         }
     }
 
+    /// Whether the tokens of another chat begin with those of this one. `false` if either is unknown.
+    pub(super) async fn is_prefix_of(&self, chat: &Bytes) -> bool {
+        let Prompt::Tokens(prompt) = self.request().prompt else { return false };
+        let Ok(chat) = RequestBody::parse(Endpoint::Chat, chat.clone()) else { return false };
+        let cache_salt = self.options.cache_salt.as_deref();
+        let context = PromptContext { cache_salt, tenant: None, tokens_max: None };
+        !prompt.is_empty() && self.model.tokens.of(&chat.prompt, context).await.ids.starts_with(prompt)
+    }
+
     /// The request for the router, without an id.
     pub(crate) fn request(&self) -> RouteRequest<'_> {
         let tokens = match (&self.tokens, &self.prompt) {

@@ -126,7 +126,7 @@ settings! {
         /// Retries per request, averaged over the last ten seconds; ten retries in that time are always allowed.
         retry_share_max: f64 = 0.2 => reloaded;
         /// Resumptions per streamed response on another rank after a failure of its engine; 0 disables them.
-        stream_migrations_max: u32 = 0, in 0..=10 => reloaded;
+        stream_migrations_max: u32 = 1, in 0..=10 => reloaded;
         /// Longest output so far that is resumed, in tokens.
         stream_migration_tokens_max: u32 = 8_192, in 1..=1 << 20 => reloaded;
         /// Headers that name the session of a request, after `X-Session-Id` and before those of known clients.

@@ -60,7 +60,7 @@ pub(crate) fn published(engine: &MockEngine) -> WorkerConfig {
     WorkerConfig { kv_events: Some(kv_events), ..WorkerConfig::at(engine.url()) }
 }
 
-/// Settings of one model, `mock`, with round-robin selection, no ejection, no tokenizer, and no heartbeats by accident.
+/// Settings of one model, `mock`, with round-robin selection, no ejection, no tokenizer, and no heartbeats or migrations by accident.
 pub(crate) fn settings(workers: Vec<NamedWorker>) -> Settings {
     let router = RouterConfig {
         policy: pointsman::policy::Policy::RoundRobin.into(),
@@ -70,6 +70,7 @@ pub(crate) fn settings(workers: Vec<NamedWorker>) -> Settings {
     let mut settings = Settings::default();
     settings.gateway.listen = SocketAddr::from(([127, 0, 0, 1], 0));
     settings.gateway.heartbeat_after_ms = 0;
+    settings.gateway.stream_migrations_max = 0;
     let tokens = TokensSettings { source: TokenSourceChoice::None, ..TokensSettings::default() };
     settings.models = vec![ModelSettings { workers, router, tokens, ..ModelSettings::named("mock") }];
     settings

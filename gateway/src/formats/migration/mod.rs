@@ -5,7 +5,7 @@
 //! events of all attempts as one stream: each event once and whole, with the ids of the first attempt. This module is free
 //! of I/O; the proxy detects failures and places the resume request.
 //!
-//! The output so far is text, except for prompts of token ids, whose output ids the engine must report
+//! The output so far is text, except for prompts of token ids, whose output ids the client must request
 //! (`return_token_ids`). The next engine tokenizes the text again, and may split it into other tokens than the first one
 //! generated. Sampling continues with another random state, so a request with a seed is not resumed.
 

@@ -39,7 +39,7 @@ enum PromptForm {
     TokenIds,
 }
 
-/// A streamed request with a sound resumption, and the body for its first attempt.
+/// A streamed request with a sound resumption.
 ///
 /// ```
 /// use pointsman_gateway::formats::migration::{ResumableRequest, Resume, StreamJoiner};
@@ -47,7 +47,7 @@ enum PromptForm {
 ///
 /// let body = r#"{"prompt": "a b", "stream": true, "max_tokens": 9}"#;
 /// let request = ResumableRequest::parse(Endpoint::Completions, &body.into()).ok_or("not resumable")?;
-/// let mut joiner = StreamJoiner::new(&request, 100);
+/// let mut joiner = StreamJoiner::new(100);
 /// joiner.push("data: {\"choices\":[{\"index\":0,\"text\":\" c\"}]}\n\n".into());
 /// let resume = request.resume(joiner.output());
 /// assert_eq!(resume, Resume::Send(r#"{"prompt": "a b c", "stream": true, "max_tokens": 8}"#.into()));
@@ -59,7 +59,6 @@ pub struct ResumableRequest {
     fields: Positions,
     form: PromptForm,
     pub(super) is_chat: bool,
-    pub(super) hides_token_ids: bool,
     pub(super) includes_usage: bool,
 }
 
@@ -78,9 +77,9 @@ pub struct SentOutput {
 }
 
 impl SentOutput {
-    /// Token ids of the text; `None` if not all are known.
+    /// Token ids of the text; `None` if not all are known, or if the client has ids of text that is generated again.
     pub fn token_ids(&self) -> Option<&[u32]> {
-        (!self.lacks_ids).then(|| &self.ids[..self.ids_sent])
+        (!self.lacks_ids && self.ids.len() == self.ids_sent).then_some(&*self.ids)
     }
 
     /// Number of tokens: by token ids or by the engine's usage if the stream has them, otherwise the number of events.
@@ -122,25 +121,12 @@ impl ResumableRequest {
             return None;
         }
         let includes_usage = include_usage(object.json("stream_options"));
-        let returns_ids = object.json("return_token_ids").is_some_and(|json| json != "false");
-        let hides_token_ids = form == PromptForm::TokenIds && !returns_ids;
-        let is_chat = endpoint == Endpoint::Chat;
-        if !hides_token_ids {
-            return Some(Self { body: body.clone(), fields, form, is_chat, hides_token_ids, includes_usage });
-        }
-        let edited = object.edit().set("return_token_ids", "true").finish();
-        let fields = Positions::find(&edited, &known).ok()?;
-        Some(Self { body: edited.into(), fields, form, is_chat, hides_token_ids, includes_usage })
+        Some(Self { body: body.clone(), fields, form, is_chat: endpoint == Endpoint::Chat, includes_usage })
     }
 
-    /// The body for the first attempt: that of the client, with `return_token_ids` if the prompt is token ids.
-    pub fn body(&self) -> &Bytes {
-        &self.body
-    }
-
-    /// Whether the output must be known as token ids.
-    pub(super) fn needs_token_ids(&self) -> bool {
-        self.form == PromptForm::TokenIds
+    /// Whether engines open the output by the chat template.
+    pub fn is_chat(&self) -> bool {
+        self.is_chat
     }
 
     /// The resume request after this output.
@@ -252,5 +238,5 @@ fn is_sound(object: &ObjectText<'_>, form: PromptForm) -> bool {
         && (is_empty_list("tools") || object.json("tool_choice") == Some("\"none\""))
         && ["max_tokens", "max_completion_tokens", "min_tokens"].into_iter().all(is_count)
         // Engines withhold text that may start a stop string, but not its token ids.
-        && (form != PromptForm::TokenIds || is_empty_list("stop"))
+        && (form != PromptForm::TokenIds || is_empty_list("stop") && object.json("return_token_ids") == Some("true"))
 }

@@ -1,7 +1,7 @@
 //! Joins the event streams of several attempts into one.
 //!
 //! Events pass whole: an incomplete event is withheld until its end, so that a failure never leaves a part of it at the
-//! client. Events of the first attempt pass unchanged and uncopied, except for token ids that the client did not request.
+//! client. Events of the first attempt pass unchanged and uncopied, and most of short streams are never read.
 //! Memory is bounded by the longest resumable output and one event.
 
 use std::borrow::Cow;
@@ -17,6 +17,9 @@ use crate::formats::json::{position, spliced, with_changed_parts};
 
 /// Maximum size of a withheld event. A longer one passes in parts and ends the resumability.
 const EVENT_BYTES_MAX: usize = 4 << 20;
+
+/// Size of the unread events from which they are read.
+const UNREAD_BYTES_MAX: usize = 16 << 10;
 
 /// Maximum size of the output so far, per token of its maximum.
 const TOKEN_BYTES_MAX: usize = 64;
@@ -51,31 +54,26 @@ struct Identity {
 /// Joins the streams of the attempts of one request.
 ///
 /// ```
-/// use pointsman_gateway::formats::migration::{ResumableRequest, StreamJoiner, StreamState};
-/// use pointsman_gateway::formats::openai::Endpoint;
+/// use pointsman_gateway::formats::migration::{StreamJoiner, StreamState};
 ///
-/// let body = r#"{"prompt": "a", "stream": true}"#;
-/// let request = ResumableRequest::parse(Endpoint::Completions, &body.into()).ok_or("not resumable")?;
-/// let mut joiner = StreamJoiner::new(&request, 100);
+/// let mut joiner = StreamJoiner::new(100);
 /// let first = "data: {\"id\":\"x\",\"choices\":[{\"text\":\" b\"}]}\n\n";
 /// assert_eq!(joiner.push(format!("{first}data: {{").into()), first);
 /// assert_eq!((&*joiner.output().text, joiner.state()), (" b", StreamState::Resumable));
 /// joiner.resume();
 /// let second = joiner.push("data: {\"id\":\"y\",\"choices\":[{\"text\":\" c\"}]}\n\n".into());
 /// assert_eq!(second, "data: {\"id\":\"x\",\"choices\":[{\"text\":\" c\"}]}\n\n");
-/// # Ok::<(), &str>(())
 /// ```
 #[derive(Clone, Debug, Default)]
 pub struct StreamJoiner {
-    is_chat: bool,
-    needs_token_ids: bool,
-    hides_token_ids: bool,
-    includes_usage: bool,
     tokens_max: u32,
     state: StreamState,
     output: SentOutput,
     /// Absent before the first chunk.
     first: Option<Identity>,
+    /// Events that have passed and are not read yet, and their bytes.
+    unread: Vec<Bytes>,
+    unread_bytes: usize,
     /// Start of an incomplete event.
     held: Vec<u8>,
     /// Tokens of earlier attempts; `None` in the first one.
@@ -89,30 +87,19 @@ pub struct StreamJoiner {
 
 impl StreamJoiner {
     /// A joiner for the first attempt. Output of more than `tokens_max` tokens is not resumable.
-    pub fn new(request: &ResumableRequest, tokens_max: u32) -> Self {
-        Self {
-            is_chat: request.is_chat,
-            needs_token_ids: request.needs_token_ids(),
-            hides_token_ids: request.hides_token_ids,
-            includes_usage: request.includes_usage,
-            tokens_max,
-            ..Self::default()
-        }
+    pub fn new(tokens_max: u32) -> Self {
+        Self { tokens_max, ..Self::default() }
     }
 
     /// Whether the stream can be resumed now.
-    pub fn state(&self) -> StreamState {
-        let has_other_ids = !self.hides_token_ids && self.output.ids.len() > self.output.ids_sent;
-        let is_unknown = self.needs_token_ids && (self.output.lacks_ids || has_other_ids);
-        match self.state {
-            // The client has ids of tokens whose text would be generated again.
-            StreamState::Resumable if is_unknown => StreamState::Unsound,
-            state => state,
-        }
+    pub fn state(&mut self) -> StreamState {
+        self.catch_up();
+        self.state
     }
 
     /// The output so far.
-    pub fn output(&self) -> &SentOutput {
+    pub fn output(&mut self) -> &SentOutput {
+        self.catch_up();
         &self.output
     }
 
@@ -124,7 +111,7 @@ impl StreamJoiner {
         if self.held.is_empty() {
             let end = events_end(&frame, 0);
             self.hold(&frame[end..]);
-            let events = self.process(frame.slice(..end));
+            let events = self.accept(frame.slice(..end));
             return self.joined(events);
         }
         let scanned = self.held.len().saturating_sub(3);
@@ -133,8 +120,31 @@ impl StreamJoiner {
         let mut events = std::mem::take(&mut self.held);
         let rest = events.split_off(end);
         self.hold(&rest);
-        let events = self.process(events.into());
+        let events = self.accept(events.into());
         self.joined(events)
+    }
+
+    /// Events of the first attempt pass unread, except for errors. They are read when the output matters, or when there
+    /// are many.
+    fn accept(&mut self, events: Bytes) -> Bytes {
+        let is_plain = |text: &str| text.contains("\"choices\"") && !text.contains("error");
+        if self.resumed_after.is_some() || !str::from_utf8(&events).is_ok_and(is_plain) {
+            self.catch_up();
+            return self.process(events);
+        }
+        self.unread_bytes += events.len();
+        self.unread.push(events.clone());
+        if self.unread_bytes > UNREAD_BYTES_MAX {
+            self.catch_up();
+        }
+        events
+    }
+
+    fn catch_up(&mut self) {
+        self.unread_bytes = 0;
+        for events in std::mem::take(&mut self.unread) {
+            self.process(events);
+        }
     }
 
     /// Whether the engine ended the attempt with a server error after which the stream can be resumed. The error is
@@ -152,25 +162,26 @@ impl StreamJoiner {
     /// Accepts the regular end of an attempt and returns the last bytes for the client.
     pub fn finish(&mut self) -> Bytes {
         let rest = std::mem::take(&mut self.held);
-        self.process(rest.into())
+        self.accept(rest.into())
     }
 
     /// Starts the stream of the next attempt. The incomplete event of the previous one is dropped.
     pub fn resume(&mut self) {
+        self.catch_up();
         self.held.clear();
         self.error.clear();
-        self.output.ids.truncate(self.output.ids_sent);
         // Without a chunk, the next attempt is the first one for the client.
         self.resumed_after = self.first.is_some().then_some(self.output.tokens);
     }
 
     /// The end of a stream whose output has its maximum length, by the gateway. `prompt_tokens` is the length of the
     /// prompt; without it the usage is omitted.
-    pub fn complete(&mut self, prompt_tokens: Option<u32>) -> Bytes {
+    pub fn complete(&mut self, request: &ResumableRequest, prompt_tokens: Option<u32>) -> Bytes {
+        self.catch_up();
         self.held.clear();
         self.error.clear();
         (self.state, self.is_done) = (StreamState::Finished, true);
-        let default_object = if self.is_chat { "\"chat.completion.chunk\"" } else { "\"text_completion\"" };
+        let default_object = if request.is_chat { "\"chat.completion.chunk\"" } else { "\"text_completion\"" };
         let Identity { id, created, model, object, prompt_tokens: engine_tokens } =
             self.first.take().unwrap_or_default();
         let or_null = |json: &Option<String>| json.clone().unwrap_or_else(|| "null".to_owned());
@@ -181,12 +192,12 @@ impl StreamJoiner {
             or_null(&created),
             or_null(&model)
         );
-        let content = if self.is_chat { "\"delta\":{}" } else { "\"text\":\"\"" };
+        let content = if request.is_chat { "\"delta\":{}" } else { "\"text\":\"\"" };
         let mut end = format!(
             "data: {{{head},\"choices\":[{{\"index\":0,{content},\"logprobs\":null,\"finish_reason\":\"length\"}}]}}\n\n"
         );
         let output = self.output.tokens;
-        if let Some(prompt) = engine_tokens.or(prompt_tokens).filter(|_| self.includes_usage) {
+        if let Some(prompt) = engine_tokens.or(prompt_tokens).filter(|_| request.includes_usage) {
             let total = prompt.saturating_add(output);
             end += &format!(
                 "data: {{{head},\"choices\":[],\"usage\":{{\"prompt_tokens\":{prompt},\"total_tokens\":{total},\
@@ -209,7 +220,7 @@ impl StreamJoiner {
 
     /// The events, and the withheld bytes once the stream passes unchanged.
     fn joined(&mut self, events: Bytes) -> Bytes {
-        let is_read = self.state == StreamState::Resumable || self.hides_token_ids || self.resumed_after.is_some();
+        let is_read = self.state == StreamState::Resumable || self.resumed_after.is_some();
         self.passes |= !is_read;
         if !self.passes || self.held.is_empty() {
             return events;
@@ -258,7 +269,7 @@ impl StreamJoiner {
             return None;
         };
         let may_fail = chunk.is_error() || chunk.choices.is_none();
-        if may_fail && self.state() == StreamState::Resumable && is_server_error(event) {
+        if may_fail && self.state == StreamState::Resumable && is_server_error(event) {
             self.error = event.to_vec();
             return Some(Vec::new());
         }
@@ -328,17 +339,13 @@ impl StreamJoiner {
 
     /// The chunk for the client; `None` if it does not change.
     fn rewritten(&self, data: &str, chunk: &Chunk<'_>) -> Option<Vec<u8>> {
-        if self.resumed_after.is_none() && !self.hides_token_ids {
-            return None;
-        }
+        self.resumed_after?;
         let usage = self.resumed_after.and_then(|tokens| self.whole_usage(chunk.usage?.get(), tokens));
         let mut values: Vec<(Option<&RawValue>, Cow<'_, str>)> = vec![(chunk.prompt_token_ids, "null".into())];
         for choice in chunk.choices.as_deref().unwrap_or_default() {
             values.push((choice.prompt_token_ids, "null".into()));
-            values.push((choice.token_ids.filter(|_| self.hides_token_ids), "null".into()));
         }
-        if let Some(Identity { id, created, model, .. }) = self.first.as_ref().filter(|_| self.resumed_after.is_some())
-        {
+        if let Some(Identity { id, created, model, .. }) = &self.first {
             for (value, first) in [(chunk.id, id), (chunk.created, created), (chunk.model, model)] {
                 values.extend(first.as_deref().map(|first| (value, first.into())));
             }

@@ -79,7 +79,7 @@ fn requests_with_state_outside_of_the_text_are_unsound() {
     for prompt in [json!(["one"]), json!([[1, 2]]), json!([]), json!(7)] {
         assert!(parse(Endpoint::Completions, &completion(json!({ "prompt": prompt }))).is_none());
     }
-    let ids = json!({ "prompt": [1, 2], "stop": "x" });
+    let ids = json!({ "prompt": [1, 2], "stop": "x", "return_token_ids": true });
     assert!(parse(Endpoint::Completions, &completion(ids)).is_none(), "text is withheld for stop strings");
     for endpoint in [Endpoint::Responses, Endpoint::Messages, Endpoint::Embeddings, Endpoint::CountTokens] {
         assert!(parse(endpoint, &chat(json!({}))).is_none());
@@ -91,7 +91,7 @@ fn text_event(text: &str) -> String {
 }
 
 fn resumed_body(request: &ResumableRequest, events: &[String]) -> Option<Value> {
-    let mut joiner = StreamJoiner::new(request, 100);
+    let mut joiner = StreamJoiner::new(100);
     for event in events {
         joiner.push(event.clone().into());
     }
@@ -129,35 +129,30 @@ fn ids_event(text: &str, ids: &[u32]) -> String {
 
 #[test]
 fn prompts_of_token_ids_need_the_ids_of_the_output() {
-    let request = sound(Endpoint::Completions, &completion(json!({ "prompt": [1, 2] })));
-    let first: Value = serde_json::from_slice(request.body()).expect("JSON");
-    assert_eq!(first, completion(json!({ "prompt": [1, 2], "return_token_ids": true })));
-    let mut joiner = StreamJoiner::new(&request, 100);
-    let sent = joiner.push(ids_event(" a", &[7, 8]).into());
-    assert_eq!(sent, ids_event(" a", &[7, 8]).replace("[7,8]", "null"), "the client did not request ids");
-    // The text of the last token is not complete.
-    joiner.push(ids_event("", &[9]).into());
+    let more = |more: Value| {
+        let mut body = completion(json!({ "prompt": [1, 2], "return_token_ids": true }));
+        body.as_object_mut().expect("an object").extend(more.as_object().expect("an object").clone());
+        body
+    };
+    assert!(parse(Endpoint::Completions, &more(json!({ "return_token_ids": false }))).is_none());
+    let request = sound(Endpoint::Completions, &more(json!({})));
+    let mut joiner = StreamJoiner::new(100);
+    assert_eq!(joiner.push(ids_event(" a", &[7, 8]).into()), ids_event(" a", &[7, 8]));
     assert_eq!((joiner.state(), joiner.output().tokens()), (StreamState::Resumable, 2));
     let Resume::Send(body) = request.resume(joiner.output()) else { panic!("the ids are known") };
     let body: Value = serde_json::from_slice(&body).expect("JSON");
-    let expected = completion(json!({ "prompt": [1, 2, 7, 8], "return_token_ids": true, "max_tokens": 14 }));
-    assert_eq!(body, expected);
+    assert_eq!(body, more(json!({ "prompt": [1, 2, 7, 8], "max_tokens": 14 })));
+    let mut other = joiner.clone();
     joiner.push(text_event(" b").into());
-    assert_eq!(joiner.state(), StreamState::Unsound, "an event without ids");
-
-    let request = sound(Endpoint::Completions, &completion(json!({ "prompt": [1, 2], "return_token_ids": true })));
-    let mut joiner = StreamJoiner::new(&request, 100);
-    assert_eq!(joiner.push(ids_event(" a", &[7]).into()), ids_event(" a", &[7]));
-    assert_eq!(joiner.state(), StreamState::Resumable);
-    joiner.push(ids_event("", &[8]).into());
-    assert_eq!(joiner.state(), StreamState::Unsound, "the client has an id without its text");
+    assert_eq!(request.resume(joiner.output()), Resume::Unknown, "an event without ids");
+    other.push(ids_event("", &[9]).into());
+    assert_eq!(request.resume(other.output()), Resume::Unknown, "the client has an id without its text");
 }
 
 #[test]
 fn other_output_and_long_output_are_not_resumed() {
-    let request = sound(Endpoint::Chat, &chat(json!({})));
     let state = |events: &[Value]| {
-        let mut joiner = StreamJoiner::new(&request, 3);
+        let mut joiner = StreamJoiner::new(3);
         for event in events {
             let sent = format!("data: {event}\n\n");
             assert_eq!(joiner.push(sent.clone().into()), sent, "the first attempt passes unchanged");
@@ -183,9 +178,8 @@ fn other_output_and_long_output_are_not_resumed() {
 
 #[test]
 fn a_server_error_is_withheld_while_the_stream_can_be_resumed() {
-    let request = sound(Endpoint::Completions, &completion(json!({})));
     let error = "data: {\"error\":{\"message\":\"died\",\"code\":500}}\n\ndata: [DONE]\n\n";
-    let mut joiner = StreamJoiner::new(&request, 100);
+    let mut joiner = StreamJoiner::new(100);
     let text = text_event(" a");
     assert_eq!(joiner.push((text.clone() + error).into()), text);
     assert!(joiner.has_failed() && joiner.state() == StreamState::Resumable);
@@ -197,11 +191,10 @@ fn a_server_error_is_withheld_while_the_stream_can_be_resumed() {
 
 #[test]
 fn unknown_framing_passes_at_once() {
-    let request = sound(Endpoint::Completions, &completion(json!({})));
-    let mut joiner = StreamJoiner::new(&request, 100);
+    let mut joiner = StreamJoiner::new(100);
     assert_eq!(joiner.push("data: {}\r\rdata".into()), "data: {}\r\rdata");
     assert_eq!((joiner.push("x".into()), joiner.state()), ("x".into(), StreamState::Unsound));
-    let mut joiner = StreamJoiner::new(&request, 100);
+    let mut joiner = StreamJoiner::new(100);
     assert_eq!(joiner.push("data: {}\r\n\r\nda".into()), "data: {}\r\n\r\n");
     assert_eq!(joiner.push("ta: []\n".into()), "");
     assert_eq!(joiner.finish(), "data: []\n", "a stream without a last blank line");
@@ -211,12 +204,12 @@ fn unknown_framing_passes_at_once() {
 fn a_stream_at_its_maximum_length_is_completed() {
     let more = json!({ "max_tokens": 1, "stream_options": { "include_usage": true } });
     let request = sound(Endpoint::Chat, &chat(more));
-    let mut joiner = StreamJoiner::new(&request, 100);
+    let mut joiner = StreamJoiner::new(100);
     joiner.push(
         "data: {\"id\":\"a\",\"created\":5,\"model\":\"m\",\"choices\":[{\"delta\":{\"content\":\"x\"}}]}\n\n".into(),
     );
     assert_eq!(request.resume(joiner.output()), Resume::Complete);
-    let end = joiner.complete(Some(9));
+    let end = joiner.complete(&request, Some(9));
     let events = events(&end);
     assert_eq!(events[0]["choices"][0]["finish_reason"], "length");
     assert_eq!(
@@ -299,7 +292,7 @@ proptest! {
         let (endpoint, body) =
             if is_chat { (Endpoint::Chat, chat(more)) } else { (Endpoint::Completions, completion(more)) };
         let request = sound(endpoint, &body);
-        let mut joiner = StreamJoiner::new(&request, 1_000);
+        let mut joiner = StreamJoiner::new(1_000);
         let (mut sent, mut nth) = (Vec::new(), 0);
         for at in breaks {
             let done = joiner.output().tokens() as usize;
