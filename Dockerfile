@@ -1,7 +1,5 @@
 # The gateway in a container: `docker build -t pointsman .`. See docs/operations.md.
 FROM rust:1-slim-bookworm AS builder
-# For jemalloc.
-RUN apt-get update && apt-get install --yes --no-install-recommends make
 WORKDIR /build
 COPY . .
 RUN cargo build --profile dist --locked --package pointsman-gateway --bin pointsman

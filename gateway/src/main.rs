@@ -30,10 +30,9 @@ use pointsman_trial::mock::{MockConfig, MockEngine};
 use command::demo::OneModel;
 use command::output::{Stop, ended, print, print_error};
 
-/// Returns the memory of a burst of requests within seconds, by threads of its own (`.cargo/config.toml`). glibc's allocator
-/// keeps all of it, and mimalloc the pages of threads that became idle.
+/// After a burst of small requests, glibc's allocator keeps all of their memory and jemalloc three quarters.
 #[global_allocator]
-static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 /// A `serve` command that works, for the error without arguments.
 const EXAMPLE: &str = "pointsman serve --model Qwen/Qwen3-8B --worker http://127.0.0.1:8000";
