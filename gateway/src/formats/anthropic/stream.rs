@@ -231,7 +231,8 @@ impl StreamTranslator {
 
     fn chunk(&mut self, chunk: Chat<'_>, data: &[u8]) {
         let is_error = chunk.error.is_some() || chunk.object.as_deref() == Some("error");
-        if let Some(status) = is_error.then(|| error_status(data)).flatten() {
+        let status = || error_status(data).or_else(|| chunk.choices.is_none().then_some(500));
+        if let Some(status) = is_error.then(status).flatten() {
             let message = error_message(data).unwrap_or_else(|| "the worker reported an error".to_owned());
             let known = Known { prompt_tokens: self.prompt_tokens, ..Known::default() };
             return self.error(status, &in_anthropic_words(&message, known).unwrap_or(message));
