@@ -76,7 +76,7 @@ impl StallCell {
 /// meter.booked(BookingId(21), hint, 0, at(21));
 /// meter.booked(BookingId(22), hint, 0, at(21));
 /// assert!(!cell.is_overdue(at(21 + 3 + 2 * 2)), "3 s, and twice the backlog");
-/// assert!(cell.is_overdue(at(21 + 3 + 2 * 2 + 1)));
+/// assert!(cell.is_overdue(at(21 + 3 + 2 * 2 + 2)), "and twice the longest silence, a second");
 /// meter.progressed(BookingId(21), 0, at(40));
 /// assert!(!cell.is_overdue(at(40)));
 /// ```

@@ -15,8 +15,8 @@ use pointsman::internals::{FaultMoment, MemoryFaults, MemoryNetwork};
 use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::test_support::rank;
 use pointsman::{
-    AddRequest, Constraints, EngineReading, Fault, Outcome, Placement, Prompt, RankConditions, ReplicaId, ReplicaLife,
-    RequestOptions, RouteRequest, Router, RouterConfig, SessionId,
+    AddRequest, Constraints, EngineReading, Fault, HealthState, Outcome, Placement, Prompt, RankConditions, RankHealth,
+    ReplicaId, ReplicaLife, RequestOptions, RouteRequest, Router, RouterConfig, SessionId,
 };
 use tokio::time::Instant;
 
@@ -56,6 +56,11 @@ fn with_probes() -> RouterConfig {
     RouterConfig { health: HealthConfig { probe_interval_ms: 5, ..config().health }, ..with_queue() }
 }
 
+/// Ranks that owe first tokens are stalled soon.
+fn with_stalls() -> RouterConfig {
+    RouterConfig { health: HealthConfig { stall_ms: 1, ..config().health }, ..with_queue() }
+}
+
 fn engine() -> WorkerConfig {
     WorkerConfig { max_num_batched_tokens: Some(100), ..WorkerConfig::at("http://127.0.0.1:9") }
 }
@@ -66,6 +71,7 @@ struct World {
     peer: Router,
     tally: Tally,
     ids: AtomicU64,
+    stalls: bool,
 }
 
 impl World {
@@ -78,7 +84,8 @@ impl World {
             builder.worker(PASSING, engine()).start()
         });
         let (router, peer) = (router.await.expect("valid"), peer.await.expect("valid"));
-        Arc::new(Self { router, peer, tally: Tally::default(), ids: AtomicU64::new(0) })
+        let stalls = config.health.stall_ms == 1;
+        Arc::new(Self { router, peer, tally: Tally::default(), ids: AtomicU64::new(0), stalls })
     }
 
     fn number(&self) -> u64 {
@@ -184,6 +191,35 @@ impl World {
         });
     }
 
+    /// A rank with reported first tokens owes two until it is stalled.
+    async fn stall(&self) {
+        let excluded_ranks = [0, 1, PASSING.0].map(rank).into();
+        let options =
+            RequestOptions { constraints: Constraints { excluded_ranks, ..Default::default() }, ..Default::default() };
+        let prompt = tokens(400, 4);
+        let mut owed = Vec::new();
+        for n in 0..12 {
+            let request = RouteRequest {
+                options: options.clone(),
+                ..RouteRequest::new(self.number().to_string(), Prompt::Tokens(&prompt))
+            };
+            let placement = self.tally.returned(&self.router, self.router.route(request)).await.expect("placed");
+            if n < 10 {
+                placement.prefill_completed();
+            } else {
+                owed.push(placement);
+            }
+        }
+        // Until a pass has found it, or the health actor has died of that. Each load has a time limit.
+        let (router, restarts) = (&self.router, self.router.health().restarts);
+        let is_stalled = |row: &RankHealth| matches!(row.state, HealthState::Stalled { .. });
+        while router.health().restarts == restarts
+            && !router.rank_health().await.is_ok_and(|rows| rows.iter().any(is_stalled))
+        {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+
     /// Everything that a router does, at the same time. Returns the placements that are held.
     async fn load(self: &Arc<Self>) -> Vec<Placement> {
         let [first, second, third, fourth] = [(); 4].map(|()| Arc::clone(self));
@@ -197,6 +233,9 @@ impl World {
             tokio::spawn(async move {
                 fourth.query().await;
                 fourth.time_out().await;
+                if fourth.stalls {
+                    fourth.stall().await;
+                }
             }),
         ];
         let mut held = Vec::new();
@@ -279,6 +318,7 @@ async fn sequence_actor_panics_at_every_kind_of_message() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn health_actors_panic_at_every_kind_of_message() {
     let (faults, row) = ([Fault::Health, Fault::EngineLoads], "health and engine load actors, each kind of message");
-    panics_at(&faults, |kind| kind != "Probed", with_queue(), row).await;
+    panics_at(&faults, |kind| !["Probed", "Stalls"].contains(&kind), with_queue(), row).await;
     panics_at(&faults[..1], |kind| kind == "Probed", with_probes(), "health actor, results of probes").await;
+    panics_at(&faults[..1], |kind| kind == "Stalls", with_stalls(), "health actor, stalled ranks").await;
 }

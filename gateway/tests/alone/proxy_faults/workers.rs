@@ -54,7 +54,7 @@ const HEAD: &str = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconten
 
 /// Failures that end without a timeout.
 fn broken() -> Vec<Fault> {
-    let many_headers: String = (0..200).map(|n| format!("x-{n}: 1\r\n")).collect();
+    let many_headers: String = (0..1_100).map(|n| format!("x-{n}: 1\r\n")).collect();
     let is_error = |fault: Fault| Fault { outcome: Some(Outcome::ServerError), ..fault };
     vec![
         Fault { reason: "", outcome: None, ..greeting("reset after accept", vec![Act::Reset]) },
