@@ -1,8 +1,8 @@
 //! Detection of stalled ranks: one task reads the stall cells of all ranks periodically.
 //!
 //! The task sends a message only while a rank is overdue. [`StallMeter`](crate::load::StallMeter) computes when a rank
-//! is, and the health actor excludes it. A pass that comes late judges nobody: the process itself made no progress, and
-//! reports may wait in its queues.
+//! is, and the health actor excludes it. A late pass marks no rank: the process itself made no progress, and reports may
+//! wait in its queues.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;

@@ -14,8 +14,8 @@ import time
 import uvloop
 
 # Sessions per second, shared system prompts with their range of tokens, range of turns, medians of user tokens in the
-# first and in later turns, median of output tokens, mean pause in seconds,
-# KV blocks of an engine, simultaneous sessions.
+# first and in later turns, median of output tokens, mean pause in seconds, KV blocks of an engine, and sessions that
+# arrive together.
 CHAT = dict(
     rate=7,
     systems=16,

@@ -25,7 +25,7 @@ settings! {
         /// and never the last that can serve; 0 ejects none. Ranks that are down (failed probes, failed connections) do
         /// not count. Default 0.5, in [0, 1].
         ejected_share_max: f64 = 0.5;
-        /// Time without progress, beyond twice what the rank's own speed explains, after which a rank that owes first
+        /// Time without progress, beyond twice that of the rank's own speed, after which a rank that owes first
         /// tokens is stalled, in milliseconds; 0 disables the detection. Default 3,000.
         stall_ms: u64 = 3_000;
     }

@@ -2,7 +2,7 @@
 //!
 //! A hung engine accepts requests, keeps its connections and may answer probes, but computes nothing. The only sign is
 //! the lack of progress: no first token and no output block of any request, although first tokens are owed. The meter
-//! publishes when this is no longer explained by what the rank has shown before:
+//! publishes the end of the time that two earlier figures of the rank allow:
 //!
 //! - its backlog, at the time that it has taken per token of finished prefills,
 //! - the longest silence beyond the backlog in the last minutes,
@@ -33,7 +33,7 @@ const KEPT: f64 = 1.0 - 1.0 / 64.0;
 /// Time in which a past silence is forgotten, in seconds.
 const FORGET_SECONDS: f64 = 120.0;
 
-/// What a stall meter publishes.
+/// Figures of a stall meter for other threads.
 #[derive(Debug, Default)]
 pub struct StallCell {
     /// Time by which progress is due, in nanoseconds; 0 if none is.

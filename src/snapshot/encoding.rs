@@ -1,4 +1,4 @@
-//! Bytes of snapshots, and what is refused of other bytes.
+//! Bytes of a snapshot, with version and checksum; other bytes are errors.
 
 use xxhash_rust::xxh3::xxh3_64;
 
