@@ -44,7 +44,7 @@ impl Fleet {
     async fn start(bad: Vec<Act>) -> Self {
         let mut engines = Vec::new();
         for seed in 0..GOOD {
-            let config = MockConfig { seed, time_scale: 0.2, ..MockConfig::default() };
+            let config = MockConfig { seed, time_scale: 2.0, ..MockConfig::default() };
             engines.push(MockEngine::start(config).await.expect("start succeeds"));
         }
         let bad = Scripted::with(Vec::new(), move |_, got| {
