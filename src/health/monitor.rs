@@ -1,6 +1,7 @@
 //! Health state machine: probe results and request outcomes in, ejections out.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::RangeInclusive;
 
 use super::record::{Member, ProbeRecord, RankRecord};
 use super::{Cause, Exclusions, HealthRules, HealthState, Outcome, RankHealth};
@@ -104,19 +105,20 @@ impl Monitor {
     }
 
     /// Processes one input and appends the resulting changes. Visits every rank if the exclusions may change, otherwise
-    /// one rank.
+    /// those of one worker.
     pub fn step(&mut self, input: HealthInput, now: Timestamp, changes: &mut Vec<HealthChange>) {
-        let matters = match input {
+        let changed = match input {
             HealthInput::Members(members) => self.on_members(members, now),
             HealthInput::Probed { worker, prober, answer } => self.on_probed(worker, prober, answer, now),
             HealthInput::Outcome { rank, incarnation, outcome, began } => {
                 self.on_outcome(rank, incarnation, outcome, began, now)
             }
             HealthInput::Stalls { overdue, progressed } => self.on_stalls(&overdue, &progressed, now, changes),
-            HealthInput::Wake => false,
+            HealthInput::Wake => None,
         };
-        if matters || self.next_wake.is_some_and(|at| at <= now) {
-            self.settle(now, changes);
+        let due = self.next_wake.is_some_and(|at| at <= now).then_some(EVERY_RANK);
+        if let Some(changed) = due.or(changed) {
+            self.settle(changed, now, changes);
         }
         debug_assert_eq!(self.check_invariants(), Ok(()));
     }
@@ -181,7 +183,7 @@ impl Monitor {
         [sleep, probe, outcomes, refusals].into_iter().flatten().collect::<Vec<_>>().join("; ")
     }
 
-    fn on_members(&mut self, members: BTreeMap<WorkerRank, Member>, now: Timestamp) -> bool {
+    fn on_members(&mut self, members: BTreeMap<WorkerRank, Member>, now: Timestamp) -> Option<Ranks> {
         let reborn = |(rank, known): (&WorkerRank, &RankRecord)| {
             members.get(rank).is_none_or(|member| member.incarnation != known.member.incarnation).then_some(rank.worker)
         };
@@ -200,31 +202,35 @@ impl Monitor {
         }
         let ranks = &self.ranks;
         self.exclusions.retain(|rank| ranks.contains_key(&rank));
-        true
+        Some(EVERY_RANK)
     }
 
-    fn on_probed(&mut self, worker: WorkerId, prober: u64, answer: Result<(), String>, now: Timestamp) -> bool {
-        if self.ranks.range(ranks_of(worker)).next().is_none() {
-            return false;
-        }
-        let nobody_serves = self.serving() == 0;
+    fn on_probed(
+        &mut self,
+        worker: WorkerId,
+        prober: u64,
+        answer: Result<(), String>,
+        now: Timestamp,
+    ) -> Option<Ranks> {
+        self.ranks.range(ranks_of(worker)).next()?;
+        // If no rank serves, a single success is sufficient.
+        let nobody_serves = answer.is_ok() && self.is_out(worker) && !self.any_serves();
         let known = self.probes.entry(worker).or_insert_with(|| ProbeRecord::new(prober, now));
         if prober < known.prober {
-            return false;
+            return None;
         }
+        let was_down = known.down;
         if prober > known.prober {
             *known = ProbeRecord::new(prober, now);
         }
-        let was_down = known.down;
         known.heard_at = now;
+        let mut is_back = false;
         match answer {
             Ok(()) => {
                 (known.failures, known.contradicted) = (0, false);
                 known.successes = known.successes.saturating_add(1);
-                // If no rank serves, a single success is sufficient.
-                let is_back = known.successes >= self.rules.probe_successes_min || nobody_serves;
+                is_back = known.successes >= self.rules.probe_successes_min || nobody_serves;
                 known.down &= !is_back;
-                return was_down || is_back && self.lift_unreachable(worker, now);
             }
             Err(why) if known.contradicted => known.why = why,
             Err(why) => {
@@ -234,7 +240,13 @@ impl Monitor {
                 known.why = why;
             }
         }
-        known.down || was_down
+        let has_turned = known.down != was_down;
+        (is_back && self.lift_unreachable(worker, now) || has_turned).then(|| ranks_of(worker))
+    }
+
+    /// Whether a rank of the worker is out of service.
+    fn is_out(&self, worker: WorkerId) -> bool {
+        self.ranks.range(ranks_of(worker)).any(|(rank, _)| self.exclusions.has_ejected(*rank))
     }
 
     /// Ends the ejections caused by failed connections, after a connection succeeded.
@@ -253,14 +265,12 @@ impl Monitor {
         outcome: Outcome,
         began: Option<Timestamp>,
         now: Timestamp,
-    ) -> bool {
+    ) -> Option<Ranks> {
         if outcome.is_ok() {
-            return self.on_answered(rank, incarnation, began, now);
+            return self.on_answered(rank, incarnation, began, now).then(|| ranks_of(rank.worker));
         }
         let others_accept = matches!(outcome, Outcome::Refused { .. }) && self.others_accept(rank);
-        let Some(known) = self.ranks.get_mut(&rank).filter(|known| known.member.incarnation == incarnation) else {
-            return false;
-        };
+        let known = self.ranks.get_mut(&rank).filter(|known| known.member.incarnation == incarnation)?;
         let was_unreachable = known.is_unreachable();
         let backs_off = known.failed(outcome, began, others_accept, now);
         let max = self.rules.outcome_failures_max;
@@ -275,7 +285,7 @@ impl Monitor {
                 probe.successes = 0; // earlier successes do not count after a failed connection
             }
         }
-        backs_off || is_sentenced || is_unreachable != was_unreachable
+        (backs_off || is_sentenced || is_unreachable != was_unreachable).then(|| ranks_of(rank.worker))
     }
 
     fn on_answered(&mut self, rank: WorkerRank, incarnation: u64, began: Option<Timestamp>, now: Timestamp) -> bool {
@@ -309,7 +319,7 @@ impl Monitor {
         progressed: &BTreeSet<WorkerRank>,
         now: Timestamp,
         changes: &mut Vec<HealthChange>,
-    ) -> bool {
+    ) -> Option<Ranks> {
         let mut any = false;
         for (&rank, incarnation) in overdue {
             let known = self.ranks.get_mut(&rank).filter(|known| known.member.incarnation == *incarnation);
@@ -327,7 +337,7 @@ impl Monitor {
         for rank in progressed {
             any |= self.ranks.get_mut(rank).is_some_and(|known| known.refusals.progressed());
         }
-        any
+        any.then_some(EVERY_RANK)
     }
 
     /// Whether another rank serves and has refused no request since it last accepted one.
@@ -340,30 +350,27 @@ impl Monitor {
         self.probes.get(&worker).is_some_and(|probe| probe.down)
     }
 
-    /// Ends expired states, returns ranks that the limits require, and ejects suspected ranks within the limits.
-    fn settle(&mut self, now: Timestamp, changes: &mut Vec<HealthChange>) {
-        let before = self.exclusions.out_of_service();
+    /// Ends expired states of the changed ranks, returns ranks that the limits require, and ejects suspected ranks within
+    /// the limits.
+    fn settle(&mut self, changed: Ranks, now: Timestamp, changes: &mut Vec<HealthChange>) {
+        let is_out = |(rank, _): (&WorkerRank, &RankRecord)| (*rank, self.exclusions.has_ejected(*rank));
+        let mut was_out: BTreeMap<WorkerRank, bool> = self.ranks.range(changed.clone()).map(is_out).collect();
+        was_out.extend(self.exclusions.ejected.iter().map(|rank| (*rank, true)));
         let stale = self.rules.probe_stale;
         self.probes.retain(|_, probe| !probe.down || now.since(probe.heard_at) < stale);
-        self.exclusions.down.clear();
-        self.exclusions.refusing.clear();
-        self.exclusions.asleep.clear();
-        for (rank, known) in &mut self.ranks {
+        let put = |ranks: &mut BTreeSet<WorkerRank>, rank: WorkerRank, is_in: bool| {
+            if is_in { ranks.insert(rank) } else { ranks.remove(&rank) }
+        };
+        for (rank, known) in self.ranks.range_mut(changed) {
             known.expire(now);
             let is_probed_down = self.probes.get(&rank.worker).is_some_and(|probe| probe.down);
             let is_down = is_probed_down || known.is_unreachable();
             known.down_since = is_down.then(|| known.down_since.unwrap_or(now));
             let is_wanted = known.sentence.is_some() && !is_down;
             known.wanted_since = is_wanted.then(|| known.wanted_since.unwrap_or(now));
-            if is_down {
-                self.exclusions.down.insert(*rank);
-            }
-            if known.refusals.until.is_some() {
-                self.exclusions.refusing.insert(*rank);
-            }
-            if known.member.asleep {
-                self.exclusions.asleep.insert(*rank);
-            }
+            put(&mut self.exclusions.down, *rank, is_down);
+            put(&mut self.exclusions.refusing, *rank, known.refusals.until.is_some());
+            put(&mut self.exclusions.asleep, *rank, known.member.asleep);
         }
         let ranks = &self.ranks;
         let is_wanted = |rank: &WorkerRank| ranks.get(rank).is_some_and(|known| known.wanted_since.is_some());
@@ -372,11 +379,18 @@ impl Monitor {
             self.exclusions.ejected.remove(&rank);
         }
         self.eject_while_allowed();
-        let after = self.exclusions.out_of_service();
-        changes.extend(before.difference(&after).map(|rank| HealthChange::Returned { rank: *rank }));
-        changes.extend(after.difference(&before).map(|rank| {
+        for rank in &self.exclusions.ejected {
+            was_out.entry(*rank).or_insert(false);
+        }
+        let (was_out, exclusions) = (&was_out, &self.exclusions);
+        let turned = |was: bool| {
+            let states = was_out.iter().map(|(rank, before)| (*rank, *before, exclusions.has_ejected(*rank)));
+            states.filter(move |(_, before, now)| *before == was && *now != was).map(|(rank, ..)| rank)
+        };
+        changes.extend(turned(true).map(|rank| HealthChange::Returned { rank }));
+        changes.extend(turned(false).map(|rank| {
             let cause = if self.is_probed_down(rank.worker) { Cause::Probe } else { Cause::Outcomes };
-            HealthChange::Ejected { rank: *rank, cause }
+            HealthChange::Ejected { rank, cause }
         }));
         let of_ranks = self.ranks.values().flat_map(|known| [known.sentence, known.refusals.until]).flatten();
         let silences = self.probes.values().filter(|probe| probe.down).map(|probe| probe.heard_at + stale);
@@ -385,9 +399,12 @@ impl Monitor {
 
     /// Ejects suspected ranks, longest waiting first. Ranks beyond the limits stay in service.
     fn eject_while_allowed(&mut self) {
-        let candidates = self.ranks.iter().filter(|(rank, _)| !self.exclusions.ejected.contains(rank));
+        let candidates = self.ranks.iter().filter_map(|(rank, known)| Some((known.wanted_since?, *rank)));
         let mut candidates: Vec<(Timestamp, WorkerRank)> =
-            candidates.filter_map(|(rank, known)| Some((known.wanted_since?, *rank))).collect();
+            candidates.filter(|(_, rank)| !self.exclusions.ejected.contains(rank)).collect();
+        if candidates.is_empty() {
+            return;
+        }
         candidates.sort_unstable();
         let (mut serving, ejected_max) = (self.serving(), self.ejected_max());
         for (_, rank) in candidates {
@@ -419,6 +436,10 @@ impl Monitor {
         ((ranks as f64 * share) as usize).clamp(1, ranks - 1)
     }
 
+    fn any_serves(&self) -> bool {
+        self.ranks.iter().any(|(rank, known)| self.serves(*rank, known))
+    }
+
     /// Number of serving ranks.
     fn serving(&self) -> usize {
         self.ranks.iter().filter(|(rank, known)| self.serves(**rank, known)).count()
@@ -437,7 +458,7 @@ impl Monitor {
         let ejected = &self.exclusions.ejected;
         let since = |rank: &&WorkerRank| (self.wanted_since(**rank), **rank);
         let serves = |rank: &&WorkerRank| self.is_available(**rank);
-        let spare = (self.serving() == 0).then(|| ejected.iter().filter(serves).min_by_key(since)).flatten();
+        let spare = (!self.any_serves()).then(|| ejected.iter().filter(serves).min_by_key(since)).flatten();
         let too_many = ejected.len() > self.ejected_max();
         spare.or_else(|| too_many.then(|| ejected.iter().min_by_key(since)).flatten()).copied()
     }
@@ -452,7 +473,7 @@ impl Monitor {
             return Err(format!("{} are ejected on suspicion, at most {} may be", ejected.len(), self.ejected_max()));
         }
         let could = |(rank, known): (&WorkerRank, &RankRecord)| known.could_serve() && !down.contains(rank);
-        if self.serving() == 0 && self.ranks.iter().any(could) {
+        if !self.any_serves() && self.ranks.iter().any(could) {
             return Err("no rank in service although one is eligible".to_owned());
         }
         if let Some(rank) = ejected.intersection(down).next() {
@@ -466,6 +487,11 @@ impl Monitor {
     }
 }
 
-fn ranks_of(worker: WorkerId) -> std::ops::RangeInclusive<WorkerRank> {
+/// Ranks that an input concerns.
+type Ranks = RangeInclusive<WorkerRank>;
+
+const EVERY_RANK: Ranks = WorkerRank::new(WorkerId(0), 0)..=WorkerRank::new(WorkerId(u64::MAX), u32::MAX);
+
+fn ranks_of(worker: WorkerId) -> Ranks {
     WorkerRank::new(worker, 0)..=WorkerRank::new(worker, u32::MAX)
 }

@@ -27,6 +27,8 @@ fn at(seconds: u64) -> Timestamp {
 /// A monitor of single-rank workers 0 to n − 1.
 struct Pool {
     monitor: Monitor,
+    /// Visits every rank after each input.
+    whole: Monitor,
     members: BTreeMap<WorkerRank, Member>,
     changes: Vec<HealthChange>,
 }
@@ -36,14 +38,19 @@ impl Pool {
         let members = (0..ranks)
             .map(|worker| (rank(worker), Member { incarnation: 0, available: true, asleep: false }))
             .collect();
-        let mut pool = Self { monitor: Monitor::new(rules), members, changes: Vec::new() };
+        let [monitor, whole] = [rules; 2].map(Monitor::new);
+        let mut pool = Self { monitor, whole, members, changes: Vec::new() };
         pool.tell_members(at(0));
         pool
     }
 
     fn step(&mut self, input: HealthInput, now: Timestamp) {
+        for input in [input.clone(), HealthInput::Members(self.members.clone())] {
+            self.whole.step(input, now, &mut Vec::new());
+        }
         self.monitor.step(input, now, &mut self.changes);
         self.monitor.check_invariants().expect("the floor holds");
+        assert_eq!(self.monitor.exclusions(), self.whole.exclusions());
     }
 
     fn tell_members(&mut self, now: Timestamp) {
@@ -166,6 +173,19 @@ fn failed_probes_eject_all_ranks_of_an_engine_until_enough_succeed() {
     assert_eq!(pool.ejected(), [0, 0]);
     pool.probe(0, true, at(21));
     assert_eq!(pool.ejected(), NOBODY);
+}
+
+#[test]
+fn a_probe_without_effect_visits_no_other_rank() {
+    let mut pool = Pool::new(RULES, 4);
+    (1..=3).for_each(|second| pool.probe(0, false, at(second)));
+    let before = pool.monitor.next_wake();
+    assert_eq!(before, Some(at(3) + RULES.probe_stale));
+    pool.probe(0, false, at(9));
+    assert_eq!(pool.monitor.next_wake(), before, "computed from all ranks");
+    assert_eq!(pool.whole.next_wake(), Some(at(9) + RULES.probe_stale));
+    pool.step(HealthInput::Wake, at(3) + RULES.probe_stale);
+    assert_eq!(pool.ejected(), [0], "the prober is not silent");
 }
 
 #[test]
