@@ -77,7 +77,7 @@ impl Gateway {
     ) -> Pin<Box<dyn Future<Output = Result<Self, GatewayError>> + Send>> {
         Box::pin(async move {
             // Metric handles belong to the recorder that is installed at their creation.
-            let metrics = Metrics::install(settings.gateway.metrics_per_worker.then_some(workers::page));
+            let metrics = Metrics::install(workers::series(settings.gateway.metrics_workers_max));
             metrics::all().for_each(Metric::describe);
             let limits = ProcessLimits::of(&settings);
             // Unreadable files are detected before anything runs.

@@ -80,7 +80,7 @@ fn run_logged(settings: Settings, load: LoadSettings) -> Result<Ended, String> {
     let runtime = tokio::runtime::Builder::new_multi_thread().thread_stack_size(STACK_BYTES).enable_all().build();
     let runtime = runtime.map_err(|error| format!("no runtime: {error}"))?;
     // The log counts dropped lines, so the recorder is installed first.
-    drop(Metrics::install(settings.gateway.metrics_per_worker.then_some(workers::page)));
+    drop(Metrics::install(workers::series(settings.gateway.metrics_workers_max)));
     let access_log = &settings.gateway.access_log;
     let access = AccessLog::parse(access_log);
     let access = access.ok_or_else(|| format!("gateway.access_log: {access_log:?} names no log"))?;

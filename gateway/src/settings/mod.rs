@@ -86,8 +86,9 @@ settings! {
         salt_secret_file: Option<PathBuf> => reloaded;
         /// Whether the clients' listener also serves `/metrics`. Default: without tenants.
         metrics_public: Option<bool> => reloaded;
-        /// Whether `/metrics` has series per worker, about 60 each.
-        metrics_per_worker: bool = true;
+        /// Workers with series in `/metrics`, about 60 each. Of more, those with the most failed attempts, then with the
+        /// most attempts, have them. Without limit a fleet of 2,000 workers has a page of 17 MB.
+        metrics_workers_max: usize = 256;
         /// Origins of web pages that may send requests: `https://HOST`, or `*` for all. Default: all without tenants, none with
         /// tenants.
         allow_origins: Option<Vec<String>> => reloaded;

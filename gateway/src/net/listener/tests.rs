@@ -14,7 +14,7 @@ use tokio_rustls::TlsConnector;
 use super::super::tls;
 use super::*;
 use crate::formats::openai::ApiError;
-use crate::observe::page::Metrics;
+use crate::observe::page::{Metrics, WorkerSeries};
 
 /// Upper limit of every wait.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -165,7 +165,8 @@ fn tls_data(file: &str) -> std::path::PathBuf {
 #[tokio::test]
 async fn a_tls_listener_rejects_plain_http() {
     let tls = tls::server(&tls_data("test-only.crt"), &tls_data("test-only.key")).expect("valid certificate and key");
-    let metrics = Metrics::install(Some(String::new)).expect("no other recorder is installed");
+    let metrics = Metrics::install(WorkerSeries { workers_max: 1, render: |_| (String::new(), None) })
+        .expect("no other recorder is installed");
     let listener = start(ListenerOptions { tls: Some(tls), ..options("tls-test") }, &Arc::default()).await;
 
     let mut roots = RootCertStore::empty();

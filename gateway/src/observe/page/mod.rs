@@ -3,6 +3,7 @@
 //! Installs the log subscriber and the metrics recorder, and renders the page. A blocked log reader never delays a
 //! request: lines that find a full queue are dropped and counted.
 
+use std::collections::BTreeSet;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -78,31 +79,58 @@ metric_table! {
         "Log lines dropped because of a full buffer or a failed write.";
 }
 
+/// Series per worker: the part of the page that another module renders, and its limit.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct WorkerSeries {
+    /// Workers with series. Of more, those with the most failed attempts, then with the most attempts, have them.
+    pub(crate) workers_max: usize,
+    /// Renders the series of the workers that the recorder does not hold. Returns their ids if others have none.
+    pub(crate) render: fn(usize) -> (String, Option<BTreeSet<String>>),
+}
+
+impl WorkerSeries {
+    /// The whole page, given the recorder's part.
+    fn page(self, recorded: String) -> String {
+        match (self.workers_max > 0).then(|| (self.render)(self.workers_max)) {
+            None => recorded,
+            Some((own, None)) => recorded + &own,
+            Some((own, Some(ids))) => series_of(&recorded, &ids) + &own,
+        }
+    }
+}
+
+/// The recorder's page without the series of other workers than these.
+fn series_of(page: &str, ids: &BTreeSet<String>) -> String {
+    let id = |line: &str| {
+        line.split_once(",worker=\"").and_then(|(_, rest)| rest.split_once('"')).map(|(id, _)| id.to_owned())
+    };
+    let is_kept = |line: &&str| line.starts_with('#') || id(line).is_none_or(|id| ids.contains(&id));
+    page.split_inclusive('\n').filter(is_kept).collect()
+}
+
 /// The metrics page.
 #[derive(Clone, Debug)]
 pub(crate) struct Metrics {
     recorder: PrometheusHandle,
     lasting: LastingSeries,
-    /// Part of the page that another module renders; `None` without series per worker.
-    further: Option<fn() -> String>,
+    workers: WorkerSeries,
     /// Locked while a page is rendered, to limit concurrency to one.
     render_lock: Arc<Mutex<()>>,
 }
 
 impl Metrics {
     /// Installs the recorder of the process on the first call; `None` if the embedding process has its own recorder.
-    /// Call before starting routers, because metric handles belong to the recorder at their creation. `further` renders
-    /// the series of workers that the recorder does not hold; without it there are none.
-    pub(crate) fn install(further: Option<fn() -> String>) -> Option<Self> {
+    /// Call before starting routers, because metric handles belong to the recorder at their creation.
+    pub(crate) fn install(workers: WorkerSeries) -> Option<Self> {
         static INSTALLED: OnceLock<Option<Metrics>> = OnceLock::new();
         let install = || {
             let recorder = builder().build_recorder();
             let handle = recorder.handle();
-            let (recorder, lasting) = Expiring::new(recorder, further.is_some());
+            let (recorder, lasting) = Expiring::new(recorder, workers.workers_max > 0);
             metrics::set_global_recorder(recorder).ok()?;
             METRICS.iter().for_each(Metric::describe);
             metrics::gauge!(BUILD_INFO.name, "version" => env!("CARGO_PKG_VERSION")).set(1.0);
-            Some(Self { recorder: handle, lasting, further, render_lock: Arc::default() })
+            Some(Self { recorder: handle, lasting, workers, render_lock: Arc::default() })
         };
         INSTALLED.get_or_init(install).clone()
     }
@@ -113,9 +141,8 @@ impl Metrics {
         let recorder = self.recorder.clone();
         self.lasting.touch();
         // Rendering thousands of series takes milliseconds, and /proc reads block.
-        let further = self.further;
-        let further = move || further.map(|further| further()).unwrap_or_default();
-        let page = tokio::task::spawn_blocking(move || recorder.render() + &further() + &process::page()).await;
+        let workers = self.workers;
+        let page = tokio::task::spawn_blocking(move || workers.page(recorder.render()) + &process::page()).await;
         match page {
             Ok(page) => ([(header::CONTENT_TYPE, PAGE_TYPE)], page).into_response(),
             Err(_) => StatusCode::INTERNAL_SERVER_ERROR.into_response(),

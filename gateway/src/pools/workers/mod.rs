@@ -22,7 +22,7 @@ use tokio::time::Instant;
 use crate::observe::page::SECONDS;
 use crate::observe::requests::RetryReason;
 
-pub(crate) use page::page;
+pub(crate) use page::series;
 
 /// Tables of all models of the process, for the page.
 static TABLES: Mutex<Vec<Weak<WorkerTable>>> = Mutex::new(Vec::new());
@@ -144,6 +144,14 @@ impl WorkerMeters {
             request: Durations::default(),
             frames: Mutex::default(),
         }
+    }
+
+    /// Number of failed attempts, and of all.
+    fn attempts(&self) -> (u64, u64) {
+        let requests = self.requests.lock();
+        let is_failure = |outcome: &str| !["ok", "client_error", "cancelled"].contains(&outcome);
+        let failed = requests.iter().filter(|((_, outcome), _)| is_failure(outcome)).map(|(_, count)| count).sum();
+        (failed, requests.values().sum())
     }
 
     /// Counts a retry on another rank after a failure here.

@@ -1,25 +1,39 @@
 //! Worker section of the metrics page in Prometheus' text format.
 
-use std::collections::BTreeMap;
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::{Durations, TABLES, WorkerMeters, WorkerTable};
 use crate::observe::metric::Metric;
-use crate::observe::page::SECONDS;
+use crate::observe::page::{SECONDS, WorkerSeries};
 use crate::observe::requests::{RetryReason, WORKER_FIRST_TOKEN, WORKER_REQUESTS, WORKER_RETRIES, WORKER_SECONDS};
 
-/// Renders the metrics of the workers of all models in this process. Two gateways in one process with the same model
-/// share its series, as in the recorder.
-pub(crate) fn page() -> String {
-    let tables: Vec<Arc<WorkerTable>> = TABLES.lock().iter().filter_map(std::sync::Weak::upgrade).collect();
-    let mut workers = BTreeMap::<String, Vec<Arc<WorkerMeters>>>::new();
-    for table in tables {
-        for (id, meters) in table.current() {
-            let (model, endpoint) = (escaped(&table.model), escaped(&without_credentials(&meters.endpoint)));
-            let labels = format!("model=\"{model}\",worker=\"{id}\",worker_endpoint=\"{endpoint}\"");
-            workers.entry(labels).or_default().push(meters);
-        }
+/// The series of the workers of all models in this process. Two gateways in one process with the same model share
+/// them, as in the recorder.
+pub(crate) fn series(workers_max: usize) -> WorkerSeries {
+    let render = |workers_max| {
+        let tables: Vec<_> = TABLES.lock().iter().filter_map(std::sync::Weak::upgrade).collect();
+        render(&tables, workers_max)
+    };
+    WorkerSeries { workers_max, render }
+}
+
+fn render(tables: &[Arc<WorkerTable>], workers_max: usize) -> (String, Option<BTreeSet<String>>) {
+    let current =
+        tables.iter().flat_map(|table| table.current().into_iter().map(move |(id, meters)| (table, id, meters)));
+    let mut current: Vec<_> = current.collect();
+    let ids = (current.len() > workers_max).then(|| {
+        current.sort_by_cached_key(|(_, id, meters)| (Reverse(meters.attempts()), *id));
+        current.truncate(workers_max);
+        current.iter().map(|(_, id, _)| id.to_string()).collect()
+    });
+    let mut workers = Workers::new();
+    for (table, id, meters) in current {
+        let (model, endpoint) = (escaped(&table.model), escaped(&without_credentials(&meters.endpoint)));
+        let labels = format!("model=\"{model}\",worker=\"{id}\",worker_endpoint=\"{endpoint}\"");
+        workers.entry(labels).or_default().push(meters);
     }
     let mut page = String::new();
     if !workers.is_empty() {
@@ -28,7 +42,7 @@ pub(crate) fn page() -> String {
         durations(&mut page, &WORKER_FIRST_TOKEN, &workers, |meters| &meters.first_token);
         durations(&mut page, &WORKER_SECONDS, &workers, |meters| &meters.request);
     }
-    page
+    (page, ids)
 }
 
 type Workers = BTreeMap<String, Vec<Arc<WorkerMeters>>>;
@@ -106,7 +120,32 @@ fn escaped(value: &str) -> String {
 
 #[cfg(test)]
 mod tests {
+    use pointsman::protocol::{WorkerConfig, WorkerId};
+    use pointsman::{Router, RouterConfig};
+
     use super::*;
+
+    #[tokio::test]
+    async fn the_workers_with_failures_then_the_busiest_have_series() {
+        let mut router = Router::builder(RouterConfig::default());
+        for id in 1..=200 {
+            router = router.worker(WorkerId(id), WorkerConfig::at(format!("http://e{id}")));
+        }
+        let table = WorkerTable::new("m", router.start().await.expect("the router starts"));
+        let workers = table.current();
+        let count = |id: u64, outcome: &'static str, attempts: u64| {
+            let (_, meters) = workers.iter().find(|(worker, _)| *worker == WorkerId(id)).expect("a worker");
+            meters.requests.lock().insert((Some(200), outcome), attempts);
+        };
+        count(7, "reset", 1);
+        count(90, "ok", 1000);
+        let ids_of = |workers_max| render(&[Arc::clone(&table)], workers_max);
+        let (page, ids) = ids_of(3);
+        assert_eq!(ids, Some(["1", "7", "90"].map(str::to_owned).into()));
+        let of = |id: u64| page.lines().filter(|line| line.contains(&format!(",worker=\"{id}\","))).count();
+        assert!(of(7) > 40 && of(90) > 40 && of(2) == 0, "{page}");
+        assert_eq!(ids_of(200).1, None, "all have series");
+    }
 
     #[test]
     fn labels_hold_no_credentials_and_are_escaped() {
