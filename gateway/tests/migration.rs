@@ -347,8 +347,8 @@ fn usage(answer: &Answer) -> Value {
 /// One of four engines restarts while all streams run, with the default limit of resumptions. Every stream equals the one of an engine without failures.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn streams_survive_the_failure_of_an_engine() {
-    // A quarter breaks off, within the ten retries that the budget always allows.
-    let streams = 36;
+    // A quarter breaks off, more than the budget of retries allows.
+    let streams = 60;
     let reference = engine(7, 0.0).await;
     let single = Site::start(&[reference.url()], 0).await;
     let mut expected = BTreeMap::new();
@@ -364,8 +364,10 @@ async fn streams_survive_the_failure_of_an_engine() {
     let urls: Vec<String> = engines.iter().map(MockEngine::url).collect();
     // Without heartbeats the first byte of a response comes from an engine.
     let site = Arc::new(
-        Site::with(&urls, GatewaySettings::default().stream_migrations_max, |gateway| gateway.heartbeat_after_ms = 0)
-            .await,
+        Site::with(&urls, GatewaySettings::default().stream_migrations_max, |gateway| {
+            (gateway.heartbeat_after_ms, gateway.retry_share_max) = (0, 0.0);
+        })
+        .await,
     );
     let begun = Arc::<AtomicUsize>::default();
     let mut clients = JoinSet::new();

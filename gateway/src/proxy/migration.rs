@@ -2,8 +2,9 @@
 //!
 //! [`Migrating`] is the body of the client. Its inner [`Answer`] follows one attempt and returns the failure; the booking of
 //! the failed attempt has ended then, and its outcome is reported. The resumption uses the attempt loop with the resume
-//! body, excludes the workers that failed, and takes one retry from the budget. The client receives nothing meanwhile.
-//! Without a successful resumption the response is cut off as any other. [`crate::formats::migration`] has the rules and joins the
+//! body and excludes the workers that failed. Its number per response is limited; the budget of retries does not count it,
+//! because it is a share of the latest requests, and most streams of a failed engine can be older. The client receives
+//! nothing meanwhile. Without a successful resumption the response is cut off as any other. [`crate::formats::migration`] has the rules and joins the
 //! streams.
 
 use std::collections::BTreeSet;
@@ -18,7 +19,6 @@ use pointsman::config::OnTargetMiss;
 use pointsman::protocol::{Engine, WorkerRank};
 use pointsman::{AnswerKind, Prompt};
 use tokio::task::yield_now;
-use tokio::time::Instant;
 
 use super::answer::{Answer, Cut};
 use super::attempts::{AttemptLoop, WorkerResponse};
@@ -153,10 +153,6 @@ impl Migrating {
             return Err(MigrationResult::Unsound);
         }
         if self.migrations >= self.context.settings.gateway.stream_migrations_max {
-            return Err(MigrationResult::Failed);
-        }
-        if !self.context.admission.retry_budget.take(Instant::now()) {
-            self.context.meters.retry_denied();
             return Err(MigrationResult::Failed);
         }
         let mut account = self.answer.account.take().ok_or(MigrationResult::Failed)?;
