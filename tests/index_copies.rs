@@ -89,32 +89,6 @@ fn the_number_of_copies_is_bounded() {
     assert_eq!(apply(&mut index, removed(&[1, 2])).unknown_removals, 1);
 }
 
-/// As real vLLM does after a prompt of 20 blocks and the same one with `prompt_logprobs`.
-#[test]
-fn an_answer_restores_a_copy_without_a_parent() {
-    let (mut index, prompt) = (registered(), (0..20).collect::<Vec<u64>>());
-    let hashes: Vec<_> = prompt.iter().copied().map(BlockHash).collect();
-    let evict = |index: &mut Index| (1..=20).rev().for_each(|len| _ = apply(index, removed(&prompt[..len])));
-    let answer = |index: &mut Index| index.prove(RANK, &hashes, 19, false, Timestamp::default()).proven;
-    (0..3).for_each(|_| _ = apply(&mut index, stored(&prompt, 0)));
-    for _ in 0..2 {
-        evict(&mut index);
-        assert_eq!((held(&index, &prompt), index.held_blocks()), (0, 0));
-        assert_eq!((answer(&mut index), held(&index, &prompt)), (19, 19));
-        index.check_invariants();
-    }
-    // Blocks behind the restored ones, and the last removal.
-    apply(&mut index, stored(&[&prompt[..19], &[91]].concat(), 19));
-    apply(&mut index, removed(&[&prompt[..19], &[91]].concat()));
-    evict(&mut index);
-    assert_eq!((answer(&mut index), index.held_blocks()), (0, 0));
-    // A reset of the cache ends the doubts.
-    (0..2).for_each(|_| _ = apply(&mut index, stored(&prompt, 0)));
-    evict(&mut index);
-    apply(&mut index, KvEvent::TierCleared);
-    assert_eq!((answer(&mut index), index.held_blocks()), (0, 0));
-}
-
 /// The second of two requests with the same two blocks finds the first block held, of which a copy was removed before.
 #[test]
 fn a_copy_behind_a_removed_block_is_counted() {
@@ -191,12 +165,21 @@ pub(crate) struct Cache {
     pub(crate) held: BTreeMap<Vec<u64>, Vec<usize>>,
     pub(crate) running: Vec<(Vec<u64>, Vec<usize>)>,
     pub(crate) events: Vec<KvEvent>,
+    /// Whether only the removal of the last copy is an event.
+    pub(crate) removes_last_only: bool,
 }
 
 impl Cache {
     pub(crate) fn new(slots: usize) -> Self {
         let (running, events) = (Vec::new(), Vec::new());
-        Self { slots: vec![(None, 0); slots], free: (0..slots).collect(), held: BTreeMap::new(), running, events }
+        Self {
+            slots: vec![(None, 0); slots],
+            free: (0..slots).collect(),
+            held: BTreeMap::new(),
+            running,
+            events,
+            removes_last_only: false,
+        }
     }
 
     pub(crate) fn hit(&self, prompt: &[u64]) -> usize {
@@ -253,10 +236,13 @@ impl Cache {
             if let Some(evicted) = self.slots[slot].0.take() {
                 let copies = self.held.get_mut(&evicted).expect("a block is listed");
                 copies.retain(|other| *other != slot);
-                if copies.is_empty() {
+                let is_last = copies.is_empty();
+                if is_last {
                     self.held.remove(&evicted);
                 }
-                self.events.push(removed(&evicted));
+                if is_last || !self.removes_last_only {
+                    self.events.push(removed(&evicted));
+                }
             }
             self.slots[slot].1 = 1;
             slots.push(slot);
@@ -314,6 +300,7 @@ proptest! {
         is_answered in any::<bool>(),
     ) {
         let (mut cache, mut index) = (Cache::new(slots), registered());
+        index.set_pool(RANK, Some(slots as u32));
         for op in &ops {
             cache.run(op);
             cache.events.drain(..).for_each(|data| _ = index.apply(&event(data)));
@@ -336,6 +323,54 @@ proptest! {
         cache.run(&Op::Begin { prompt: others.clone(), is_partial: true, mode: Mode::Plain });
         cache.events.drain(..).for_each(|data| _ = index.apply(&event(data)));
         prop_assert_eq!((index.held_blocks(), held(&index, &others)), (slots, slots));
+    }
+}
+
+proptest! {
+    #![proptest_config(effort(150, "tests/index_copies.proptest-regressions"))]
+
+    /// An engine that removes only last copies leaves blocks behind until the rank holds more than its pool has.
+    /// Afterwards the index is exact, also as a copy of its dump.
+    #[test]
+    fn removals_of_last_copies_are_recognised(
+        slots in 5..16_usize,
+        ops in ops(&[Mode::Plain, Mode::ReportsReused, Mode::Recomputes], 1),
+        later in ops(&[Mode::Plain, Mode::ReportsReused, Mode::Recomputes], 1),
+        is_restored in any::<bool>(),
+    ) {
+        let (mut cache, mut index) = (Cache::new(slots), registered());
+        cache.removes_last_only = true;
+        index.set_pool(RANK, Some(slots as u32));
+        let apply = |cache: &mut Cache, index: &mut Index| {
+            cache.events.drain(..).for_each(|data| _ = index.apply(&event(data)));
+            index.check_invariants();
+        };
+        for op in &ops {
+            cache.run(op);
+            apply(&mut cache, &mut index);
+            prop_assert!(index.held_blocks() <= slots);
+            prop_assert!(prompts().all(|prompt| held(&index, &prompt) >= cache.hit(&prompt)));
+        }
+        if is_restored {
+            let mut restored = registered();
+            restored.set_pool(RANK, Some(slots as u32));
+            index.dump().iter().for_each(|data| _ = restored.apply(data));
+            index = restored;
+        }
+        while !cache.running.is_empty() {
+            cache.run(&Op::End { which: any_index() });
+        }
+        let has_surplus = index.held_blocks() > cache.held.len();
+        cache.run(&Op::Begin { prompt: (100..100 + slots as u64).collect(), is_partial: true, mode: Mode::Plain });
+        cache.run(&Op::End { which: any_index() });
+        apply(&mut cache, &mut index);
+        prop_assert_eq!(index.held_blocks(), slots);
+        for op in later.iter().filter(|op| has_surplus && !matches!(op, Op::Reset)) {
+            cache.run(op);
+            apply(&mut cache, &mut index);
+            prop_assert_eq!(index.held_blocks(), cache.held.len());
+            prop_assert!(prompts().all(|prompt| held(&index, &prompt) == cache.hit(&prompt)));
+        }
     }
 }
 

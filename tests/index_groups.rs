@@ -441,47 +441,12 @@ mod examples {
         router.overlap(&hasher.block_hashes(&tokens(prompt), &MmBlocks::NONE))
     }
 
-    #[test]
-    fn each_of_two_groups_with_full_attention_must_hold_a_block() {
-        let (mut router, prompt) = (Router::new(), [0, 1, 2, 3]);
-        router.apply(vec![full(0, &prompt), full(1, &prompt)]);
-        assert_eq!(overlap(&router, &prompt), 4);
-        // Group, removed block, blocks left.
-        for (group, block, left) in [(0, 4, 3), (1, 4, 3), (1, 3, 2), (0, 3, 2), (1, 2, 1), (0, 1, 0)] {
-            router.apply(vec![removed(group, &prompt[..block])]);
-            assert_eq!(overlap(&router, &prompt), left, "without block {block} of group {group}");
-        }
-        assert!(router.findings.is_empty());
-    }
-
-    #[test]
-    fn a_state_layer_needs_its_state_at_the_end_of_the_hit() {
-        let (mut router, prompt) = (Router::new(), [0, 1, 2, 3, 4, 5, 6, 7]);
-        router.apply(vec![full(0, &prompt), stored(1, "mamba", None, &prompt, 0, &[8])]);
-        assert_eq!((overlap(&router, &prompt[..7]), overlap(&router, &prompt)), (0, 8));
-        router.apply(vec![removed(1, &prompt)]);
-        assert_eq!(overlap(&router, &prompt), 0);
-        router.apply(vec![stored(1, "mamba", None, &prompt, 0, &[5])]);
-        assert_eq!(overlap(&router, &prompt), 5);
-    }
-
     /// Without a single state the group is still known.
     #[test]
     fn a_store_without_blocks_makes_the_group_known() {
         let (mut router, prompt) = (Router::new(), [0, 1]);
         router.apply(vec![stored(0, "mamba", None, &prompt, 0, &[]), full(1, &prompt)]);
         assert_eq!(overlap(&router, &prompt), 0);
-    }
-
-    #[test]
-    fn a_window_needs_its_last_blocks() {
-        let (mut router, prompt) = (Router::new(), [0, 1, 2, 3, 4, 5]);
-        // 9 tokens are 8 before the next one: two blocks.
-        router.apply(vec![full(0, &prompt), stored(1, "sliding_window", Some(9), &prompt, 0, &[1, 2, 3, 5, 6])]);
-        let lengths = |router: &Router| (1..=6).map(|len| overlap(router, &prompt[..len])).collect::<Vec<_>>();
-        assert_eq!(lengths(&router), [1, 2, 3, 3, 3, 6]);
-        router.apply(vec![removed(1, &prompt[..2])]);
-        assert_eq!(lengths(&router), [1, 1, 1, 1, 1, 6]);
     }
 
     #[test]

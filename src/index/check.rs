@@ -46,7 +46,7 @@ impl Index {
                 spans += 1;
             }
         }
-        assert_eq!(self.shape(tier).holders, spans, "every holder has a span");
+        assert_eq!(self.shape(tier)[2], spans, "every holder has a span");
     }
 
     fn check_waiting(&self, slot: crate::protocol::Slot) {

@@ -5,7 +5,7 @@ use std::mem::size_of;
 use ahash::RandomState;
 use hashbrown::HashMap;
 
-use super::residence::COPIES_MAX;
+use super::copies::COPIES_MAX;
 use crate::protocol::{BlockHash, EngineHash};
 
 /// The name of the block before, and the content.

@@ -108,9 +108,17 @@ impl Dump<'_> {
                 self.push(events, KvEvent::Stored { parent, blocks: vec![StoredBlock { engine_hash, block_hash }] });
             }
         }
-        for (engine_hash, further) in self.residence.copied() {
-            let blocks = vec![(engine_hash, None); further as usize];
-            self.push(events, KvEvent::Offloaded { parent: None, blocks });
+        let copied = |names: &[EngineHash]| KvEvent::Offloaded {
+            parent: None,
+            blocks: names.iter().map(|name| (*name, None)).collect(),
+        };
+        if let Some(copies) = self.residence.copies() {
+            copies.names().chunks(1_024).for_each(|names| self.push(events, copied(names)));
+            // In pieces, for which the rebuilt index counts copies within the limit.
+            for names in copies.reduced().chunks(1_024) {
+                self.push(events, copied(names));
+                self.push(events, KvEvent::Removed { blocks: names.to_vec() });
+            }
         }
         if !self.fillers.is_empty() {
             self.push(events, KvEvent::Removed { blocks: self.fillers.values().copied().collect() });

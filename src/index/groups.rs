@@ -16,10 +16,11 @@ use std::num::NonZeroU32;
 use std::ops::Range;
 
 use ahash::RandomState;
-use hashbrown::{HashMap, HashSet};
+use hashbrown::HashSet;
 use smallvec::SmallVec;
 
-use super::residence::{COPIES_MAX, Residence};
+use super::copies::Copies;
+use super::residence::Residence;
 use super::span::Stretch;
 use super::table::Spot;
 use super::tree::RunNode;
@@ -43,9 +44,7 @@ struct HeldGroup {
     number: u8,
     window_blocks: NonZeroU32,
     names: HashSet<EngineHash, RandomState>,
-    /// Copies of a name beyond the first, at most [`COPIES_MAX`] in all.
-    further: HashMap<EngineHash, u32, RandomState>,
-    copies: u32,
+    copies: Copies,
 }
 
 /// A rank's leading blocks of one run.
@@ -82,9 +81,10 @@ impl CacheGroups {
         let held = self.held(number, window_blocks, hasher);
         let certain = if is_report { window_blocks.get() as usize } else { names.len() };
         for name in &names[names.len().saturating_sub(certain)..] {
-            if !held.names.insert(*name) && !is_report && held.copies < COPIES_MAX {
-                *held.further.entry(*name).or_default() += 1;
-                held.copies += 1;
+            if !held.names.insert(*name) && !is_report {
+                held.copies.add(*name);
+            } else {
+                held.copies.announce(*name);
             }
         }
     }
@@ -99,8 +99,8 @@ impl CacheGroups {
         let at = match self.held.binary_search_by_key(&number, |held| held.number) {
             Ok(at) => at,
             Err(at) => {
-                let (names, further) = (HashSet::with_hasher(hasher.clone()), HashMap::with_hasher(hasher.clone()));
-                self.held.insert(at, HeldGroup { number, window_blocks, names, further, copies: 0 });
+                let (names, copies) = (HashSet::with_hasher(hasher.clone()), Copies::new(hasher));
+                self.held.insert(at, HeldGroup { number, window_blocks, names, copies });
                 at
             }
         };
@@ -130,14 +130,19 @@ impl CacheGroups {
         self.held.iter().map(|held| held.names.len()).sum()
     }
 
-    /// Drops the names that the device tier does not hold. The groups stay known.
+    /// Drops the names that the device tier does not hold, and all further copies. The groups stay known.
     pub(super) fn keep_only(&mut self, device: &Residence) {
         for held in &mut self.held {
             held.names.retain(|name| device.find(*name).is_some());
-            held.further.retain(|name, _| held.names.contains(name));
-            held.copies = held.further.values().sum();
+            held.copies = Copies::new(held.names.hasher());
             held.names.shrink_to_fit();
-            held.further.shrink_to_fit();
+        }
+    }
+
+    /// Drops the names of which removals have removed all copies.
+    pub(super) fn end_copies(&mut self) {
+        for held in &mut self.held {
+            held.copies.end().iter().for_each(|name| _ = held.names.remove(name));
         }
     }
 
@@ -146,10 +151,7 @@ impl CacheGroups {
         self.held.iter().map(|held| {
             let mut blocks: Vec<_> = held.names.iter().copied().collect();
             blocks.sort_unstable();
-            let mut further: Vec<_> =
-                held.further.iter().flat_map(|(name, copies)| (0..*copies).map(|_| *name)).collect();
-            further.sort_unstable();
-            blocks.append(&mut further);
+            blocks.append(&mut held.copies.names());
             let HeldGroup { number: group, window_blocks, .. } = *held;
             KvEvent::GroupStored { group, window_blocks, starts_prompt: false, blocks }
         })
@@ -159,14 +161,13 @@ impl CacheGroups {
     pub(super) fn check_invariants(&self) {
         assert!(self.held.is_sorted_by(|a, b| a.number < b.number), "groups are sorted and unique by number");
         for held in &self.held {
-            assert!(held.further.iter().all(|(name, further)| *further > 0 && held.names.contains(name)));
-            assert!(held.copies == held.further.values().sum::<u32>() && held.copies <= COPIES_MAX);
+            held.copies.check_invariants(|name| held.names.contains(&name));
         }
     }
 
     /// Heap bytes, including this struct.
     pub(super) fn bytes(&self) -> usize {
-        let tables = |held: &HeldGroup| held.names.allocation_size() + held.further.allocation_size();
+        let tables = |held: &HeldGroup| held.names.allocation_size() + held.copies.bytes();
         size_of::<Self>() + self.held.capacity() * size_of::<HeldGroup>() + self.held.iter().map(tables).sum::<usize>()
     }
 }
@@ -176,20 +177,10 @@ impl HeldGroup {
     fn remove(&mut self, names: &[EngineHash]) -> usize {
         let mut removed = 0;
         for name in names {
-            if let Some(further) = self.further.get_mut(name) {
-                *further -= 1;
-                self.copies -= 1;
-                if *further == 0 {
-                    self.further.remove(name);
-                }
-                removed += 1;
-            } else {
-                removed += usize::from(self.names.remove(name));
-            }
+            removed += usize::from(self.copies.take(*name) || self.names.remove(name));
         }
         if self.names.len() < self.names.capacity() / 4 {
             self.names.shrink_to(self.names.len() * 2);
-            self.further.shrink_to(self.further.len() * 2);
         }
         removed
     }

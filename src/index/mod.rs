@@ -8,7 +8,7 @@
 //!   of its parent's name; without a parent it starts a prompt. A rank holds a prefix while at least one name refers to
 //!   it.
 //! - A repeated store of a name at the same position, in the device tier and behind a parent, adds a copy; the name is
-//!   removed with its last copy. Behind an unknown parent, the same content is sufficient. In a lower tier, or in a list that starts a prompt, a repeated store has no effect
+//!   removed with its last copy, or with the first removal (`copies.rs`). Behind an unknown parent, the same content is sufficient. In a lower tier, or in a list that starts a prompt, a repeated store has no effect
 //!   (reason: `hold.rs`; with cache groups, `restrict.rs` distinguishes a copy from a report).
 //! - An *offloaded* block adds a copy in any tier. If the rank holds its name in any tier, it is that block, whatever the
 //!   event states; otherwise the event must state its content.
@@ -39,6 +39,7 @@ mod applied;
 mod arena;
 mod budget;
 mod check;
+mod copies;
 pub(crate) mod depth;
 mod digest;
 mod doubt;
@@ -79,6 +80,7 @@ use crate::protocol::{BlockHash, WorkerRank};
 use crate::protocol::{EngineHash, Generation, KvEvent, RepeatedStore, RouterEvent, Slot, StorageTier};
 use crate::protocol::{StoredBlock, Timestamp, WorkerId};
 use budget::Budget;
+use copies::Copies;
 use rank::{RankBlocks, lower_idx};
 use residence::Residence;
 use tree::Tree;
@@ -125,24 +127,6 @@ pub struct Index {
     /// Time of the next turn of proven names, while there are any.
     proven_turn: Option<Timestamp>,
     hasher: RandomState,
-}
-
-/// Size of a tier's tree, for tests and metrics.
-///
-/// ```
-/// use pointsman::internals::index::Index;
-/// use pointsman::protocol::StorageTier;
-///
-/// assert_eq!(Index::new().shape(StorageTier::Device).runs, 0);
-/// ```
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Shape {
-    /// Runs of consecutive blocks.
-    pub runs: usize,
-    /// Blocks in all runs: the number of distinct prefixes, independent of the number of holders.
-    pub run_blocks: usize,
-    /// Pairs of a run and a rank that holds a part of it.
-    pub holders: usize,
 }
 
 impl Default for Index {
@@ -236,9 +220,10 @@ impl Index {
     fn change(&mut self, slot: Slot, event: &RouterEvent) -> Applied {
         match &event.data {
             KvEvent::Stored { parent, blocks } => {
-                let applied = self.store(slot, event.tier, *parent, blocks);
+                let mut applied = self.store(slot, event.tier, *parent, blocks);
                 if event.tier == StorageTier::Device {
                     self.settle(slot, parent.is_none(), blocks, applied.duplicates > 0);
+                    applied.removed += self.keep_within_pool(slot);
                 }
                 applied
             }
@@ -251,6 +236,29 @@ impl Index {
             }
             KvEvent::GroupRemoved { group, blocks } => self.remove_from_group(slot, *group, blocks),
         }
+    }
+
+    /// Sets the number of blocks in the device tier of a rank's engine, if known.
+    pub fn set_pool(&mut self, rank: WorkerRank, blocks: Option<u32>) {
+        if let Some(slot) = self.slot_of(rank) {
+            self.rank_mut(slot).pool_blocks = blocks;
+        }
+    }
+
+    /// Removes the names that are gone if the rank holds more blocks than its engine. Returns their number.
+    fn keep_within_pool(&mut self, slot: Slot) -> u64 {
+        let rank = self.ranks[slot.index()].as_mut().expect("every registered slot has a rank");
+        if rank.evicted_blocks > 0 || !rank.exceeds_pool() {
+            return 0;
+        }
+        let device = rank.residence_mut(StorageTier::Device, &self.hasher);
+        let gone = device.copies_mut().map(Copies::end).unwrap_or_default();
+        if gone.is_empty() {
+            return 0;
+        }
+        rank.groups.iter_mut().for_each(|groups| groups.end_copies());
+        let (tree, residence) = self.parts(slot, StorageTier::Device);
+        hold::forget(tree, residence, slot, &gone) as u64
     }
 
     /// Updates proven and doubted blocks after a store in the device tier, which may have found blocks held.
@@ -281,14 +289,13 @@ impl Index {
         self.container_bytes() + ranks + self.device.bytes_visited() + lower
     }
 
-    /// Size of a tier's tree. Visits every run.
+    /// Size of a tier's tree: runs of consecutive blocks, blocks in them, and pairs of a run and a rank that holds a part of
+    /// it. Visits every run.
     #[must_use]
-    pub fn shape(&self, tier: StorageTier) -> Shape {
-        let Some(tree) = self.tree(tier) else { return Shape::default() };
-        tree.iter().fold(Shape::default(), |shape, (_, node)| Shape {
-            runs: shape.runs + 1,
-            run_blocks: shape.run_blocks + node.run.len(),
-            holders: shape.holders + node.holders.len(),
+    pub fn shape(&self, tier: StorageTier) -> [usize; 3] {
+        let nodes = self.tree(tier).into_iter().flat_map(|tree| tree.iter().map(|(_, node)| node));
+        nodes.fold([0; 3], |[runs, blocks, holders], node| {
+            [runs + 1, blocks + node.run.len(), holders + node.holders.len()]
         })
     }
 

@@ -21,6 +21,8 @@ pub(super) struct RankBlocks {
     /// Heap bytes, including this struct, at the last count by an index with a budget.
     pub(super) counted: usize,
     pub(super) evicted_blocks: u64,
+    /// Number of blocks in the device tier of the engine, if known.
+    pub(super) pool_blocks: Option<u32>,
     pub(super) groups: Option<Box<CacheGroups>>,
     /// Present since the first proof.
     pub(super) proven: Option<Box<ProvenNames>>,
@@ -52,6 +54,7 @@ impl RankBlocks {
             id,
             counted: 0,
             evicted_blocks: 0,
+            pool_blocks: None,
             groups: None,
             proven: None,
             doubts: None,
@@ -62,7 +65,13 @@ impl RankBlocks {
 
     /// Removes all blocks and resets the eviction count.
     pub(super) fn reset(&mut self, hasher: &RandomState) {
-        *self = Self { counted: self.counted, ..Self::new(self.id, hasher) };
+        *self = Self { counted: self.counted, pool_blocks: self.pool_blocks, ..Self::new(self.id, hasher) };
+    }
+
+    /// Whether the rank holds more blocks than its engine has room for. Proven blocks may have ended.
+    pub(super) fn exceeds_pool(&self) -> bool {
+        let proven = self.proven.as_ref().map_or(0, |proven| proven.len());
+        self.pool_blocks.is_some_and(|pool| self.device.held_blocks() > pool as usize + proven)
     }
 
     /// The rank's residence in a tier; `None` for a lower tier if the rank never used one.

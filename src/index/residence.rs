@@ -9,10 +9,10 @@
 use std::mem::size_of;
 
 use ahash::RandomState;
-use hashbrown::HashMap;
 
 use super::aliases::Aliases;
 use super::arena::Arena;
+use super::copies::Copies;
 use super::digest::{finalize, offset};
 use super::span::Span;
 use super::steps;
@@ -22,10 +22,6 @@ use crate::protocol::{EngineHash, StorageTier, StoredBlock};
 /// Number of names that are looked up before the first is processed. A lookup has two or three dependent cache misses;
 /// independent lookups overlap theirs.
 pub(super) const CHUNK: usize = 16;
-
-/// Limit of the counted further copies of all blocks. Bounds the memory that a publisher can use by storing one block
-/// repeatedly; a copy beyond the limit counts as [`Applied::duplicates`](super::Applied::duplicates).
-pub(super) const COPIES_MAX: u32 = 1 << 16;
 
 /// Number of blocks up to which tables double when they grow.
 const SMALL_ROOM: usize = 8_192;
@@ -74,7 +70,7 @@ pub(super) struct Residence {
     names: Table,
     /// Further names. Few engines give a block two names.
     aliases: Option<Box<Aliases>>,
-    /// `Some` while any block has more than one copy.
+    /// Present since the first further copy.
     copies: Option<Box<Copies>>,
     /// Whether no block was ever released.
     is_unremoved: bool,
@@ -82,14 +78,6 @@ pub(super) struct Residence {
     /// Sum of the values of all names, and the offset of the tier: see [`super::BlockDigest`].
     digest: u64,
     digest_offset: u64,
-}
-
-/// Further copies of blocks: an engine without de-duplication stores and removes each copy under the same name.
-#[derive(Debug)]
-struct Copies {
-    /// Number of copies beyond the first, by name. Every name is known and every number is positive.
-    further: HashMap<EngineHash, u32, RandomState>,
-    total: u32,
 }
 
 impl Residence {
@@ -163,6 +151,7 @@ impl Residence {
     pub(super) fn name(&mut self, spot: Spot, name: EngineHash) -> Named {
         let before = self.find(name);
         if before == Some(spot) {
+            self.copies.iter_mut().for_each(|copies| copies.announce(name));
             return Named::Already;
         }
         self.make_room(1);
@@ -197,49 +186,26 @@ impl Residence {
     pub(super) fn add_copy(&mut self, name: EngineHash) -> bool {
         debug_assert!(self.find(name).is_some(), "only held blocks have copies");
         let hasher = &self.hasher;
-        let copies = self
-            .copies
-            .get_or_insert_with(|| Box::new(Copies { further: HashMap::with_hasher(hasher.clone()), total: 0 }));
-        if copies.total == COPIES_MAX {
-            return false;
-        }
-        copies.total += 1;
-        *copies.further.entry(name).or_default() += 1;
-        true
+        self.copies.get_or_insert_with(|| Box::new(Copies::new(hasher))).add(name)
+    }
+
+    pub(super) fn copies_mut(&mut self) -> Option<&mut Copies> {
+        self.copies.as_deref_mut()
     }
 
     /// Whether the block with that name has further copies.
     pub(super) fn has_copies(&self, name: EngineHash) -> bool {
-        self.copies.as_ref().is_some_and(|copies| copies.further.contains_key(&name))
+        self.copies.as_ref().is_some_and(|copies| copies.contains(name))
     }
 
     /// Drops the further copies of the block with that name; the next removal removes the last copy.
     pub(super) fn drop_copies(&mut self, name: EngineHash) {
-        let Some(copies) = &mut self.copies else { return };
-        copies.total -= copies.further.remove(&name).unwrap_or_default();
-        self.shrink_copies();
+        self.copies.iter_mut().for_each(|copies| copies.forget(name));
     }
 
     /// Removes one further copy, if there is any.
     fn take_copy(&mut self, name: EngineHash) -> bool {
-        let Some(copies) = &mut self.copies else { return false };
-        let Some(further) = copies.further.get_mut(&name) else { return false };
-        (*further, copies.total) = (*further - 1, copies.total - 1);
-        if *further == 0 {
-            copies.further.remove(&name);
-            self.shrink_copies();
-        }
-        true
-    }
-
-    /// Shrinks the table of copies.
-    fn shrink_copies(&mut self) {
-        let Some(copies) = &mut self.copies else { return };
-        if copies.total == 0 {
-            self.copies = None;
-        } else if copies.further.len() < copies.further.capacity() / 4 {
-            copies.further.shrink_to(copies.further.len() * 2);
-        }
+        self.copies.as_mut().is_some_and(|copies| copies.take(name))
     }
 
     /// Removes a name, or one copy of its block. A block without a name counts as held until it is released.
@@ -346,12 +312,8 @@ impl Residence {
         self.names_count() + self.copies.as_ref().map_or(0, |copies| copies.total as usize)
     }
 
-    /// Every name with further copies of its block, and their number, ordered by name.
-    pub(super) fn copied(&self) -> Vec<(EngineHash, u32)> {
-        let copies = self.copies.iter().flat_map(|copies| &copies.further);
-        let mut copied: Vec<_> = copies.map(|(name, further)| (*name, *further)).collect();
-        copied.sort_unstable();
-        copied
+    pub(super) fn copies(&self) -> Option<&Copies> {
+        self.copies.as_deref()
     }
 
     /// Every span with its number.
@@ -372,7 +334,7 @@ impl Residence {
     }
 
     fn copies_bytes(&self) -> usize {
-        self.copies.as_ref().map_or(0, |copies| size_of::<Copies>() + copies.further.allocation_size())
+        self.copies.as_ref().map_or(0, |copies| size_of::<Copies>() + copies.bytes())
     }
 
     /// Heap bytes owned, summed over every span.
@@ -525,12 +487,7 @@ impl Residence {
         assert_eq!(self.digest, sum, "the digest is the sum over all names");
         assert_eq!(self.bytes(), self.bytes_visited(), "counted bytes match the visited bytes");
         if let Some(copies) = &self.copies {
-            assert!(copies.further.iter().all(|(name, further)| *further > 0 && self.find(*name).is_some()));
-            assert_eq!(copies.further.values().sum::<u32>(), copies.total, "the total matches the sum");
-            assert!(
-                copies.total > 0 && copies.total <= COPIES_MAX,
-                "the table of copies exists only while there are copies"
-            );
+            copies.check_invariants(|name| self.find(name).is_some());
         }
         let Some(aliases) = &self.aliases else { return };
         aliases.check_invariants();

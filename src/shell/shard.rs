@@ -286,6 +286,7 @@ impl<S: SourceState> ShardShell<S> {
             speculative.register(rank, slot, generation, capacity_blocks);
         }
         if self.index.register(rank, slot, generation) {
+            self.index.set_pool(rank, capacity_blocks);
             if holdings.held_blocks() > 0 && self.index.held_blocks_of(slot) == 0 {
                 holdings.publish(0, time.now()); // after a loss, the published value is outdated
             }

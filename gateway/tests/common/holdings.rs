@@ -73,7 +73,7 @@ impl Holdings {
     /// # Panics
     /// Panics if a block that is not held is removed, or if the dump contains `Cleared`.
     pub(crate) fn from_dump(events: &[RouterEvent]) -> Self {
-        let mut holdings = Self::default();
+        let (mut holdings, mut further) = (Self::default(), BTreeMap::<_, u32>::new());
         for RouterEvent { rank, tier, data } in events {
             let held = holdings.blocks.entry((*rank, *tier)).or_default();
             match data {
@@ -89,9 +89,14 @@ impl Holdings {
                         behind = Some(block.engine_hash);
                     }
                 }
-                // Placeholders for blocks that the tier does not hold.
+                // Further copies, and placeholders for blocks that the tier does not hold.
                 KvEvent::Removed { blocks } => {
-                    for name in blocks {
+                    let is_copy = |name: &&EngineHash| {
+                        let further = further.get_mut(&(*rank, *tier, **name)).filter(|further| **further > 0);
+                        further.map(|further| *further -= 1).is_some()
+                    };
+                    let (_, blocks): (Vec<_>, Vec<_>) = blocks.iter().partition(is_copy);
+                    for name in &blocks {
                         assert!(held.remove(name).is_some(), "block {name} of {rank} is not in the dump");
                     }
                     for block in held.values_mut() {
@@ -100,7 +105,9 @@ impl Holdings {
                         }
                     }
                 }
-                KvEvent::Offloaded { .. } => {} // further copies
+                KvEvent::Offloaded { blocks, .. } => {
+                    blocks.iter().for_each(|(name, _)| *further.entry((*rank, *tier, *name)).or_default() += 1);
+                }
                 KvEvent::Cleared | KvEvent::TierCleared => panic!("dumps contain no clear"),
                 KvEvent::GroupStored { blocks, window_blocks, .. } => {
                     let beside = holdings.beside.entry(*rank).or_insert((window_blocks.get(), BTreeSet::new()));

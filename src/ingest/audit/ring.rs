@@ -17,8 +17,8 @@ const RING_BLOCKS_MAX: usize = 1 << 20;
 pub(super) struct RingContents {
     /// Number of copies; 0 after the last removal.
     blocks: BTreeMap<BlockName, u32>,
-    /// Blocks whose number of copies is not known. With several cache groups a repeated store at the start of a prompt may
-    /// be a copy, which the index recognises from the groups; they are not compared.
+    /// Blocks whose number of copies is not known; they are not compared. With several cache groups a repeated store at
+    /// the start of a prompt may be a copy, which the index recognises from the groups. A removal may remove all copies.
     uncertain: BTreeSet<BlockName>,
     has_groups: bool,
     is_whole: bool,
@@ -78,6 +78,11 @@ impl RingContents {
                     for name in names_of(event) {
                         let copies = self.blocks.entry(name).or_default();
                         *copies = copies.saturating_sub(1);
+                        if *copies > 0 && event.tier == StorageTier::Device {
+                            self.uncertain.insert(name);
+                        } else if !self.has_groups {
+                            self.uncertain.remove(&name);
+                        }
                     }
                 }
             }
