@@ -245,6 +245,30 @@ async fn each_request_writes_one_access_line() {
     }
 }
 
+/// Cause: the access log recorded such responses as successes, although the client received an error.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn half_a_message_is_incomplete_in_the_access_log() {
+    let worker = Scripted::start(|n| match n {
+        0 => stream(&[CHUNK, "data: [DONE]\n\n"]).into_iter().chain([stream_end()]).collect(),
+        _ => answer("200 OK", r#"{"choices":[{"message":{"content":"a"}}]}"#),
+    })
+    .await;
+    let settings = format!(
+        "[[models]]\nname = \"mock\"\n[[models.workers]]\nurl = \"{}\"\n[models.tokens]\nsource = \"none\"\n",
+        worker.url()
+    );
+    let process = Process::start(&settings, &[]).await;
+    ready(process.address).await;
+    for n in 0..2 {
+        let messages = [json!({ "role": "user", "content": "hi" })];
+        let body = json!({ "model": "mock", "max_tokens": 9, "stream": n == 0, "messages": messages }).to_string();
+        let headers = format!("x-request-id: r{n}\r\ncontent-type: application/json\r\n");
+        let got = request(process.address, "POST", "/v1/messages", &headers, body.as_bytes()).await;
+        assert_eq!(got.status, if n == 0 { 200 } else { 502 });
+        assert_eq!(process.line(&format!("r{n}")).await["outcome"], "incomplete", "{n}");
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_access_log_supports_files_and_off() {
     let worker = Scripted::start(|_| script(1)).await;

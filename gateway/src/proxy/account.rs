@@ -1,7 +1,7 @@
 //! Account of one request: its counts, its access log record and its trace, completed at every end of the request.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use axum::body::Body;
@@ -47,6 +47,8 @@ pub(crate) struct Account {
     pub(crate) trace: RequestTrace,
     /// Heartbeats of the request; absent if the gateway does not send its response.
     pub(crate) heartbeats: Option<Arc<Heartbeats>>,
+    /// Whether the client has an error in place of the end of a translated response.
+    pub(crate) is_cut_short: Option<Arc<AtomicBool>>,
     /// Status of the response. The client has 200 if it has the head of a stream already.
     status: u16,
     outcome: &'static str,
@@ -73,6 +75,7 @@ impl Account {
             media_report: None,
             trace: RequestTrace::of(headers),
             heartbeats: None,
+            is_cut_short: None,
             status: CLIENT_LEFT,
             outcome: "client_gone",
         };
@@ -249,6 +252,10 @@ impl Account {
     /// Closes the account.
     fn end(&mut self) {
         if self.is_over {
+            if self.outcome == "ok" && self.is_cut_short.as_ref().is_some_and(|cut| cut.load(Ordering::Relaxed)) {
+                self.is_over = false;
+                self.broke(StreamBreak::Incomplete);
+            }
             return;
         }
         if std::thread::panicking() {

@@ -5,6 +5,8 @@
 //! the engine.
 
 use std::convert::Infallible;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use axum::body::{Body, Bytes};
 use axum::http::header::{CONTENT_LENGTH, CONTENT_TYPE};
@@ -12,7 +14,7 @@ use axum::http::response::Parts;
 use axum::http::{HeaderValue, Response};
 use futures_util::stream::unfold;
 use http_body::Body as _;
-use http_body_util::BodyExt as _;
+use http_body_util::{BodyExt as _, Limited};
 use pointsman::AnswerKind;
 
 use crate::formats::anthropic::{
@@ -34,6 +36,8 @@ pub(super) struct Translation {
     pub(super) prompt_tokens: u32,
     /// Lengths for the messages of errors.
     pub(super) known: Known,
+    /// Set if the client receives an error in place of the end.
+    pub(super) is_cut_short: Arc<AtomicBool>,
 }
 
 impl Translation {
@@ -42,16 +46,19 @@ impl Translation {
         if !response.status().is_success() {
             return converted_error(response, request_id, self.known).await;
         }
-        let (head, body) = response.into_parts();
+        let (head, mut body) = response.into_parts();
         let content_type = head.headers.get(CONTENT_TYPE).map(HeaderValue::as_bytes);
         if content_type.map(AnswerKind::of_content_type) == Some(AnswerKind::Events) {
             let translator = StreamTranslator::new(&self.model, self.prompt_tokens);
-            let translated = Box::new(Translated { body, translator, has_ended: false });
+            let translated =
+                Box::new(Translated { body, translator, is_cut_short: self.is_cut_short, has_ended: false });
             let next = |mut translated: Box<Translated>| async move { Some((translated.next().await?, translated)) };
             return Response::from_parts(head, Body::from_stream(unfold(translated, next)));
         }
-        let chat = axum::body::to_bytes(body, CHAT_BYTES_MAX).await.ok();
-        match chat.and_then(|chat| message(&chat, &self.model)) {
+        let chat = Limited::new(&mut body, CHAT_BYTES_MAX).collect().await.ok();
+        let message = chat.and_then(|chat| message(&chat.to_bytes(), &self.model));
+        self.is_cut_short.store(message.is_none(), Ordering::Relaxed);
+        match message {
             Some(message) => Response::from_parts(head, Body::from(message)),
             None => error_response(ApiError::worker_failed(), request_id),
         }
@@ -62,6 +69,7 @@ impl Translation {
 struct Translated {
     body: Body,
     translator: StreamTranslator,
+    is_cut_short: Arc<AtomicBool>,
     has_ended: bool,
 }
 
@@ -80,6 +88,7 @@ impl Translated {
             if self.has_ended {
                 events.extend(self.translator.end());
             }
+            self.is_cut_short.store(self.translator.has_failed(), Ordering::Relaxed);
             if !events.is_empty() {
                 return Some(Ok(events.into()));
             }

@@ -166,6 +166,7 @@ async fn forward(
         model: prepared.requested_model.clone(),
         prompt_tokens: prepared.prompt_tokens().unwrap_or_else(|| estimated_tokens(prepared.body.len())),
         known,
+        is_cut_short: Arc::clone(account.is_cut_short.insert(Arc::default())),
     });
     let is_known = endpoint.has_known_response(prepared.kind == AnswerKind::Events);
     let renamed = prepared.answered_model.clone().filter(|_| !is_translated && is_known);

@@ -52,6 +52,7 @@ pub struct StreamTranslator {
     is_refused: bool,
     usage: Option<MessageUsage>,
     is_over: bool,
+    has_failed: bool,
     out: Vec<u8>,
 }
 
@@ -187,6 +188,11 @@ impl StreamTranslator {
     pub fn fail(&mut self, status: u16, message: &str) -> Vec<u8> {
         self.error(status, message);
         std::mem::take(&mut self.out)
+    }
+
+    /// Whether the last event is an error.
+    pub fn has_failed(&self) -> bool {
+        self.has_failed
     }
 
     fn hold(&mut self, bytes: &[u8]) {
@@ -412,7 +418,7 @@ impl StreamTranslator {
     fn error(&mut self, status: u16, message: &str) {
         if !self.is_over {
             self.write("error", &error_body(status, message, None));
-            self.is_over = true;
+            (self.is_over, self.has_failed) = (true, true);
         }
     }
 
