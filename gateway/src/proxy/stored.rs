@@ -109,8 +109,9 @@ fn response_id(start: &[u8]) -> Option<String> {
         let whole = serde_json::from_str::<Stored>(text).ok().map(|stored| stored.id);
         whole.or_else(|| Some(text.trim_start().strip_prefix("{\"id\":\"")?.split('"').next()?.to_owned()))
     } else {
-        let data = text.lines().find_map(|line| line.strip_prefix("data:"))?;
-        serde_json::from_str::<Event>(data).ok().map(|event| event.response.id)
+        let data = text.lines().skip_while(|line| !line.starts_with("data:"));
+        let data: Vec<_> = data.map_while(|line| line.strip_prefix("data:")).collect();
+        serde_json::from_str::<Event>(&data.join(" ")).ok().map(|event| event.response.id)
     };
     id.filter(|id| (1..=ID_BYTES_MAX).contains(&id.len()))
 }
@@ -126,6 +127,7 @@ mod tests {
             (r#" {"id":"resp_1","output":[{"id":"msg"#, Some("resp_1")),
             (r#"{"output":[{"id":"msg_1"},{"#, None),
             ("event: response.created\ndata: {\"type\":\"x\",\"response\":{\"id\":\"resp_2\"}}\n\n", Some("resp_2")),
+            ("data: {\"response\":\r\ndata: {\"id\":\"resp_3\"}}\r\n\r\ndata: {}", Some("resp_3")),
             ("data:{\"response\":{\"id\":\"\"}}\n\n", None),
             (": comment\n\n", None),
             ("{\"error\":1}", None),

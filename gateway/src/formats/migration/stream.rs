@@ -252,12 +252,11 @@ impl StreamJoiner {
             return None;
         };
         let mut lines = text.lines().filter_map(|line| line.strip_prefix("data:"));
-        let (Some(data), None) = (lines.next().map(str::trim), lines.next()) else {
-            if text.lines().any(|line| line.starts_with("data:")) {
-                self.end_resumability(StreamState::Unsound);
-            }
-            return None;
-        };
+        let data = lines.next().map(str::trim)?;
+        if lines.next().is_some() {
+            let joined: Vec<_> = text.lines().filter_map(|line| line.strip_prefix("data:")).collect();
+            return self.step(format!("data: {}\n\n", joined.join(" ")).as_bytes());
+        }
         if data.is_empty() {
             return None;
         }

@@ -225,19 +225,20 @@ fn a_stream_at_its_maximum_length_is_completed() {
 fn events(bytes: &[u8]) -> Vec<Value> {
     let text = str::from_utf8(bytes).expect("text");
     let whole = text.split_inclusive("\n\n").map(|event| event.strip_suffix("\n\n").expect("a whole event"));
-    let data = whole.map(|event| event.strip_prefix("data: ").expect("one data line"));
-    data.filter(|data| *data != "[DONE]").map(|data| serde_json::from_str(data).expect("JSON")).collect()
+    let data = whole.map(|event| event.strip_prefix("data: ").expect("a data line").replace("\ndata: ", "\n"));
+    data.filter(|data| data != "[DONE]").map(|data| serde_json::from_str(&data).expect("JSON")).collect()
 }
 
-/// Stream of one attempt with these texts.
-fn attempt(nth: usize, is_chat: bool, texts: &[String], prompt_tokens: usize) -> String {
+/// Stream of one attempt with these texts. With two data lines in each event, or one.
+fn attempt(nth: usize, (is_chat, is_split): (bool, bool), texts: &[String], prompt_tokens: usize) -> String {
     let chunk = |choices: Value, usage: Value| {
         let mut chunk =
             json!({ "id": format!("id-{nth}"), "created": nth, "model": format!("m-{nth}"), "choices": choices });
         if !usage.is_null() {
             chunk["usage"] = usage;
         }
-        format!("data: {chunk}\n\n")
+        let lines = if is_split { chunk.to_string().replacen(",\"", ",\ndata: \"", 1) } else { chunk.to_string() };
+        format!("data: {lines}\n\n")
     };
     let choice = |text: &str, finish: Option<&str>| match is_chat {
         true => json!([{ "index": 0, "delta": { "content": text }, "finish_reason": finish }]),
@@ -283,7 +284,7 @@ fn texts() -> impl Strategy<Value = Vec<String>> {
 proptest! {
     #[test]
     fn the_client_receives_each_event_once_for_any_split_and_failure(
-        is_chat in any::<bool>(),
+        (is_chat, is_split) in any::<(bool, bool)>(),
         texts in texts(),
         cuts in prop::collection::vec(any::<prop::sample::Index>(), 0..12),
         breaks in prop::collection::vec(any::<prop::sample::Index>(), 0..4),
@@ -296,7 +297,7 @@ proptest! {
         let (mut sent, mut nth) = (Vec::new(), 0);
         for at in breaks {
             let done = joiner.output().tokens() as usize;
-            let stream = attempt(nth, is_chat, &texts[done..], 10 + done);
+            let stream = attempt(nth, (is_chat, is_split), &texts[done..], 10 + done);
             let part = &stream.as_bytes()[..at.index(stream.len())];
             sent.extend(push(&mut joiner, part, &cuts));
             if joiner.state() != StreamState::Resumable {
@@ -318,7 +319,7 @@ proptest! {
             nth += 1;
         }
         let done = joiner.output().tokens() as usize;
-        let stream = attempt(nth, is_chat, &texts[done..], 10 + done);
+        let stream = attempt(nth, (is_chat, is_split), &texts[done..], 10 + done);
         sent.extend(push(&mut joiner, stream.as_bytes(), &cuts));
         sent.extend_from_slice(&joiner.finish());
         if nth == 0 {
