@@ -61,8 +61,9 @@ pub use io::BoxFuture;
 pub use io::http::{EngineClient, EngineGet, EngineHttpError, PlainEngineClient};
 #[cfg(feature = "replicas")]
 pub use replica::{BusError, ReplicaBus, ReplicaMember, ReplicaMessage, SnapshotSource, SnapshotStore};
+#[cfg(all(feature = "replicas", feature = "test-support"))]
+pub use replica::{MemoryBus, MemoryNetwork};
 #[cfg(feature = "replicas")]
-pub use replica::{MemoryBus, MemoryFaults, MemoryNetwork};
 pub use scheduler::PendingClass;
 pub use telemetry::RoutePhases;
 pub use views::kv_source::{KvAuditStatus, KvDifferenceStatus, KvSourceStatus};

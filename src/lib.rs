@@ -176,8 +176,6 @@ pub mod internals {
     };
     #[cfg(feature = "faults")]
     pub use crate::actors::{FaultMoment, Hang, InjectedPanic};
-    #[cfg(feature = "replicas")]
-    pub use crate::actors::{MemoryBus, MemoryFaults, MemoryNetwork};
     #[cfg(feature = "tower")]
     pub use crate::actors::{PlaceFuture, PlaceRequests};
 

@@ -8,12 +8,11 @@ use pointsman::internals::config::{QueueConfig, SessionConfig};
 use pointsman::internals::session::SessionBinding;
 use pointsman::policy::Policy;
 use pointsman::protocol::{WorkerId, WorkerRank};
-use pointsman::test_support::rank;
+use pointsman::test_support::{MemoryBus, MemoryNetwork, rank};
 use pointsman::{
     AddRequest, Placement, Prompt, ReplicaBus, ReplicaId, ReplicaLife, ReplicaTopic, RouteRequest, Router,
     RouterConfig,
     internals::replica::{decode_sessions, encode_sessions},
-    internals::{MemoryBus, MemoryFaults, MemoryNetwork},
 };
 use tokio::sync::mpsc;
 use tokio::time::sleep;
@@ -48,7 +47,7 @@ async fn settle() {
 
 #[tokio::test(start_paused = true)]
 async fn bookings_of_a_replica_count_at_the_others() {
-    let network = MemoryNetwork::new(MemoryFaults { delay: Duration::from_millis(1), ..MemoryFaults::default() });
+    let network = MemoryNetwork::with_delay(Duration::from_millis(1));
     let (one, two) = (replica(&network, 1).await, replica(&network, 2).await);
     book(&one, "a", 2).await;
     settle().await;
@@ -69,7 +68,7 @@ async fn bookings_of_a_replica_count_at_the_others() {
 
 #[tokio::test(start_paused = true)]
 async fn a_booking_after_a_pause_is_published_at_once() {
-    let network = MemoryNetwork::new(MemoryFaults { delay: Duration::from_millis(1), ..MemoryFaults::default() });
+    let network = MemoryNetwork::with_delay(Duration::from_millis(1));
     let mut config = config();
     config.replicas.interval_ms = 500;
     let one = replica_with(&network, 1, 1, config.clone()).await;
@@ -87,7 +86,7 @@ async fn a_booking_after_a_pause_is_published_at_once() {
 
 #[tokio::test(start_paused = true)]
 async fn an_orderly_end_and_a_restart_drop_the_share() {
-    let network = MemoryNetwork::new(MemoryFaults::default());
+    let network = MemoryNetwork::default();
     let (one, two) = (replica(&network, 1).await, replica(&network, 2).await);
     book(&one, "a", 0).await;
     settle().await;
@@ -107,8 +106,7 @@ async fn an_orderly_end_and_a_restart_drop_the_share() {
 async fn simultaneous_bookings_of_one_rank_are_conflicts() {
     let counters = Counters::default();
     let _guard = counters.record();
-    let faults = MemoryFaults { delay: Duration::from_millis(1), ..MemoryFaults::default() };
-    let network = MemoryNetwork::new(faults);
+    let network = MemoryNetwork::with_delay(Duration::from_millis(1));
     let latency = config_with(|c| c.policy = Policy::Latency.into());
     let routers = [replica_with(&network, 1, 1, latency.clone()).await, replica_with(&network, 2, 1, latency).await];
     let conflicts = || counters.get("pointsman_replica_conflicts_total", &[]);
@@ -138,7 +136,7 @@ async fn simultaneous_bookings_of_one_rank_are_conflicts() {
 /// One rank, which is busy with any prefill. Requests arrive at both routers in turn.
 #[tokio::test(start_paused = true)]
 async fn queues_of_replicas_take_turns() {
-    let network = MemoryNetwork::new(MemoryFaults { delay: Duration::from_millis(1), ..MemoryFaults::default() });
+    let network = MemoryNetwork::with_delay(Duration::from_millis(1));
     let mut routers = Vec::new();
     for id in 1..=2 {
         let queue = QueueConfig { threshold: Some(0.0), ..config().queue };
@@ -178,7 +176,7 @@ async fn summaries_in_a_second(bus: &Arc<dyn ReplicaBus>, routers: &[&Router]) -
 
 #[tokio::test(start_paused = true)]
 async fn summaries_are_rare_until_another_replica_places_requests() {
-    let network = MemoryNetwork::new(MemoryFaults::default());
+    let network = MemoryNetwork::default();
     let bus: Arc<dyn ReplicaBus> = network.join(ReplicaLife { replica: ReplicaId(9), incarnation: 1 });
     let one = replica(&network, 1).await;
     let two = replica(&network, 2).await;
@@ -190,7 +188,7 @@ async fn summaries_are_rare_until_another_replica_places_requests() {
 
 #[tokio::test(start_paused = true)]
 async fn another_block_size_is_refused() {
-    let network = MemoryNetwork::new(MemoryFaults::default());
+    let network = MemoryNetwork::default();
     let one = replica(&network, 1).await;
     let two = replica_with(&network, 2, 1, config_with(|c| c.block_size = Some(8))).await;
     book(&two, "a", 0).await;
@@ -213,7 +211,7 @@ async fn rank_in_session(router: &Router, id: u32, excluded: &[WorkerRank]) -> W
 
 #[tokio::test(start_paused = true)]
 async fn sessions_follow_the_decisions_of_all_replicas() {
-    let network = MemoryNetwork::new(MemoryFaults { delay: Duration::from_millis(1), ..MemoryFaults::default() });
+    let network = MemoryNetwork::with_delay(Duration::from_millis(1));
     let one = replica_with(&network, 1, 1, with_hard_sessions()).await;
     let two = replica_with(&network, 2, 1, with_hard_sessions()).await;
     let first = rank_in_session(&one, 1, &[]).await;
@@ -240,7 +238,7 @@ async fn sessions_follow_the_decisions_of_all_replicas() {
 async fn only_used_sessions_are_sent_and_malformed_ones_are_refused() {
     let counters = Counters::default();
     let _guard = counters.record();
-    let network = MemoryNetwork::new(MemoryFaults::default());
+    let network = MemoryNetwork::default();
     let bus = network.join(ReplicaLife { replica: ReplicaId(9), incarnation: 1 });
     let mut messages = bus.subscribe();
     let one = replica_with(&network, 1, 1, with_hard_sessions()).await;
@@ -285,7 +283,7 @@ async fn best(router: &Router, id: u32) -> (WorkerRank, u32) {
 
 #[tokio::test(start_paused = true)]
 async fn without_events_a_prompt_placed_by_one_replica_is_a_hit_at_the_others() {
-    let network = MemoryNetwork::new(MemoryFaults { delay: Duration::from_millis(1), ..MemoryFaults::default() });
+    let network = MemoryNetwork::with_delay(Duration::from_millis(1));
     let bus = network.join(ReplicaLife { replica: ReplicaId(9), incarnation: 1 });
     let one = replica_with(&network, 1, 1, with_events(EventMode::Off)).await;
     let two = replica_with(&network, 2, 1, with_events(EventMode::Off)).await;
@@ -305,7 +303,7 @@ async fn without_events_a_prompt_placed_by_one_replica_is_a_hit_at_the_others() 
 
 #[tokio::test(start_paused = true)]
 async fn decisions_for_ranks_with_events_are_not_sent() {
-    let network = MemoryNetwork::new(MemoryFaults::default());
+    let network = MemoryNetwork::default();
     let bus = network.join(ReplicaLife { replica: ReplicaId(9), incarnation: 1 });
     let mut messages = bus.subscribe();
     let one = replica_with(&network, 1, 1, with_events(EventMode::On)).await;
@@ -325,7 +323,7 @@ async fn decisions_for_ranks_with_events_are_not_sent() {
 async fn a_flood_of_decisions_drops_the_oldest() {
     let counters = Counters::default();
     let _guard = counters.record();
-    let network = MemoryNetwork::new(MemoryFaults::default());
+    let network = MemoryNetwork::default();
     let one = replica_with(&network, 1, 1, with_events(EventMode::Off)).await;
     let two = replica_with(&network, 2, 1, with_events(EventMode::Off)).await;
     settle().await;

@@ -10,11 +10,8 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use pointsman::protocol::{KvEvent, RouterEvent, WorkerId};
-use pointsman::{
-    BoxFuture, ReplicaBus as _, Router, SnapshotSource,
-    internals::{MemoryBus, MemoryFaults, MemoryNetwork},
-};
-use pointsman::{ReplicaId, ReplicaLife, RestoreState, Snapshot};
+use pointsman::test_support::{MemoryBus, MemoryNetwork};
+use pointsman::{BoxFuture, ReplicaBus as _, ReplicaId, ReplicaLife, RestoreState, Router, Snapshot, SnapshotSource};
 use pointsman_gateway::app::Gateway;
 use pointsman_gateway::settings::{ModelSettings, Settings, TokenSourceChoice};
 use pointsman_trial::mock::{MockConfig, MockEngine};
@@ -278,7 +275,7 @@ const NEVER_MS: u64 = 86_400_000;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_joining_replica_restores_the_snapshot_of_a_serving_one() {
-    let (engines, network) = (engines().await, MemoryNetwork::new(MemoryFaults::default()));
+    let (engines, network) = (engines().await, MemoryNetwork::default());
     let (mut first, router) = gateway(&engines, NEVER_MS).await;
     first.join_replicas(network.join(life(9)));
     ready(first.address()).await;
@@ -305,7 +302,7 @@ async fn a_joining_replica_restores_the_snapshot_of_a_serving_one() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn without_a_serving_replica_the_stored_snapshot_is_restored() {
-    let (engines, network) = (engines().await, MemoryNetwork::new(MemoryFaults::default()));
+    let (engines, network) = (engines().await, MemoryNetwork::default());
     let (mut first, router) = gateway(&engines, NEVER_MS).await;
     let bus = network.join(life(1));
     first.join_replicas(bus.clone());

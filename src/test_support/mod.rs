@@ -6,6 +6,8 @@
 mod fleet;
 pub mod hostile;
 
+#[cfg(all(feature = "replicas", feature = "test-support"))]
+pub use crate::actors::{MemoryBus, MemoryNetwork};
 pub use fleet::{RequestOutcome, SampleRequest, SimulatedFleet, SimulatedRank};
 
 use crate::protocol::{WorkerId, WorkerRank};

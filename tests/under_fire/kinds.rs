@@ -8,12 +8,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use pointsman::config::{EventMode, SpeculativeModel};
+use pointsman::internals::FaultMoment;
 use pointsman::internals::config::{
     EventsConfig, HealthConfig, IndexConfig, LoadConfig, QueueConfig, SpeculativeConfig,
 };
-use pointsman::internals::{FaultMoment, MemoryFaults, MemoryNetwork};
 use pointsman::protocol::{WorkerConfig, WorkerId};
-use pointsman::test_support::rank;
+use pointsman::test_support::{MemoryNetwork, rank};
 use pointsman::{
     AddRequest, Constraints, EngineReading, Fault, HealthState, Outcome, Placement, Prompt, RankConditions, RankHealth,
     ReplicaId, ReplicaLife, RequestOptions, RouteRequest, Router, RouterConfig, SessionId,
@@ -76,7 +76,7 @@ struct World {
 
 impl World {
     async fn start(config: RouterConfig) -> Arc<Self> {
-        let network = MemoryNetwork::new(MemoryFaults::default());
+        let network = MemoryNetwork::default();
         let [router, peer] = [1, 2].map(|replica| {
             let bus = network.join(ReplicaLife { replica: ReplicaId(replica), incarnation: 1 });
             let builder = Router::builder(config.clone()).replicas(bus);

@@ -9,11 +9,8 @@ use std::time::Duration;
 use pointsman::hashing::HashScheme;
 use pointsman::internals::hashing::{BlockHasher, MmBlocks};
 use pointsman::protocol::{BlockHash, KvEvent, RouterEvent, StorageTier, WorkerConfig, WorkerId, WorkerRank};
-use pointsman::{
-    Placement, Prompt, ReplicaBus, RouteRequest, Router, RouterConfig,
-    internals::{MemoryFaults, MemoryNetwork},
-};
-use pointsman::{ReplicaId, ReplicaLife};
+use pointsman::test_support::MemoryNetwork;
+use pointsman::{Placement, Prompt, ReplicaBus, ReplicaId, ReplicaLife, RouteRequest, Router, RouterConfig};
 
 use super::{Call, Routed, Target};
 use crate::Failed;
@@ -61,8 +58,7 @@ impl Embedded {
         config: RouterConfig,
         is_member: impl Fn(WorkerId) -> bool,
     ) -> Result<Self, Failed> {
-        let delay = Duration::from_millis(setup.replicas.delay_ms.into());
-        let network = MemoryNetwork::new(MemoryFaults { delay, seed: setup.router.seed, ..MemoryFaults::default() });
+        let network = MemoryNetwork::with_delay(Duration::from_millis(setup.replicas.delay_ms.into()));
         let is_sharing = setup.replicas.count > 1 && setup.replicas.sharing == ReplicaSharing::Load;
         let mut routers = Vec::new();
         for id in 1..=u64::from(setup.replicas.count) {

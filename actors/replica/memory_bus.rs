@@ -1,4 +1,4 @@
-//! Bus within one process, for tests and simulations: loses, repeats, delays and reorders by seed.
+//! Bus between replicas within one process, for tests and simulations.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -7,7 +7,6 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use tokio::sync::{broadcast, watch};
-use xxhash_rust::xxh3::xxh3_64;
 
 use super::bus::{BusError, ReplicaBus, ReplicaMember, ReplicaMessage, SnapshotSource, SnapshotStore};
 use crate::actors::io::BoxFuture;
@@ -19,30 +18,15 @@ const CAPACITY: usize = 1_024;
 /// Maximum length of a message, as in other transports. Longer ones are lost.
 const MESSAGE_BYTES_MAX: usize = 1 << 20;
 
-/// Faults of a network.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct MemoryFaults {
-    /// Share of lost messages.
-    pub loss: f64,
-    /// Share of messages that arrive twice.
-    pub duplication: f64,
-    /// Least delay.
-    pub delay: Duration,
-    /// Uniformly distributed additional delay, which reorders messages.
-    pub jitter: Duration,
-    /// Seed of all draws.
-    pub seed: u64,
-}
-
 /// Network of replicas within one process.
 ///
 /// ```
 /// # #[tokio::main(flavor = "current_thread")]
 /// # async fn main() {
 /// use pointsman::{ReplicaId, ReplicaLife, ReplicaTopic};
-/// use pointsman::{internals::{MemoryFaults, MemoryNetwork}, ReplicaBus};
+/// use pointsman::{ReplicaBus, test_support::MemoryNetwork};
 ///
-/// let network = MemoryNetwork::new(MemoryFaults::default());
+/// let network = MemoryNetwork::default();
 /// let join = |id| network.join(ReplicaLife { replica: ReplicaId(id), incarnation: 1 });
 /// let (one, two) = (join(1), join(2));
 /// let mut messages = two.subscribe();
@@ -50,13 +34,14 @@ pub struct MemoryFaults {
 /// assert_eq!(messages.recv().await.map(|message| message.payload), Ok("summary".into()));
 /// # }
 /// ```
-#[derive(Clone, Debug)]
-pub struct MemoryNetwork(Arc<Mutex<Network>>);
+#[derive(Clone, Debug, Default)]
+pub struct MemoryNetwork {
+    delay: Duration,
+    state: Arc<Mutex<Network>>,
+}
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Network {
-    faults: MemoryFaults,
-    draws: u64,
     nodes: BTreeMap<ReplicaId, Node>,
     /// By pool.
     stored: BTreeMap<Arc<str>, Bytes>,
@@ -84,11 +69,10 @@ pub struct MemoryBus {
 }
 
 impl MemoryNetwork {
-    /// A network without replicas.
+    /// A network without replicas whose messages take this time.
     #[must_use]
-    pub fn new(faults: MemoryFaults) -> Self {
-        let (nodes, stored) = (BTreeMap::new(), BTreeMap::new());
-        Self(Arc::new(Mutex::new(Network { faults, draws: 0, nodes, stored })))
+    pub fn with_delay(delay: Duration) -> Self {
+        Self { delay, ..Self::default() }
     }
 
     /// Adds a replica. A replica of the same id leaves.
@@ -102,24 +86,12 @@ impl MemoryNetwork {
         Arc::new(MemoryBus { life, network: self.clone() })
     }
 
-    /// Replaces the faults. Messages under way keep their delays.
-    pub fn set_faults(&self, faults: MemoryFaults) {
-        self.lock().faults = faults;
-    }
-
     fn lock(&self) -> MutexGuard<'_, Network> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Network {
-    /// A number between 0 and 1.
-    fn draw(&mut self) -> f64 {
-        self.draws += 1;
-        let hash = xxh3_64(&(self.faults.seed ^ self.draws.wrapping_mul(0x9e37_79b9_7f4a_7c15)).to_le_bytes());
-        (hash >> 11) as f64 / (1_u64 << 53) as f64
-    }
-
     fn publish_members(&self) {
         for node in self.nodes.values() {
             let others = self.nodes.values().filter(|other| other.life.replica != node.life.replica);
@@ -159,27 +131,17 @@ impl ReplicaBus for MemoryBus {
             return;
         }
         let message = ReplicaMessage { from: self.life, pool: Arc::clone(pool), topic, payload };
-        let mut network = self.network.lock();
-        let own = self.life.replica;
-        let others: Vec<ReplicaId> = network.nodes.keys().copied().filter(|to| *to != own).collect();
-        for to in others {
-            let MemoryFaults { loss, duplication, delay, jitter, .. } = network.faults;
-            if network.draw() < loss {
-                continue;
-            }
-            let copies = 1 + u32::from(network.draw() < duplication);
-            for _ in 0..copies {
-                let delay = delay + jitter.mul_f64(network.draw());
-                let Some(node) = network.nodes.get(&to) else { continue };
-                let (messages, message) = (node.messages.clone(), message.clone());
-                if delay.is_zero() {
-                    let _ = messages.send(message); // without a subscriber it is lost
-                } else {
-                    tokio::spawn(async move {
-                        tokio::time::sleep(delay).await;
-                        let _ = messages.send(message);
-                    });
-                }
+        let (network, delay) = (self.network.lock(), self.network.delay);
+        let others = network.nodes.values().filter(|node| node.life.replica != self.life.replica);
+        for messages in others.map(|node| node.messages.clone()) {
+            let message = message.clone();
+            if delay.is_zero() {
+                let _ = messages.send(message); // without a subscriber it is lost
+            } else {
+                tokio::spawn(async move {
+                    tokio::time::sleep(delay).await;
+                    let _ = messages.send(message);
+                });
             }
         }
     }
