@@ -208,7 +208,7 @@ pub mod internals {
 
     pub mod hashing {
         pub use crate::hashing::block::BlockHasher;
-        pub use crate::hashing::mm::{MmBlocks, MmError, fill_runs, fill_spans, pad_value};
+        pub use crate::hashing::mm::{MmBlocks, MmError};
         pub use crate::hashing::prompt::HashedPromptError;
         pub use crate::hashing::sequence::{chain, hash_bytes, sequence_hashes};
     }

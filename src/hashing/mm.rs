@@ -1,12 +1,9 @@
 //! Multimodal objects in prompts: images, videos and similar content that tokens do not distinguish.
 //!
-//! Every image occupies a run of placeholder tokens, and all images use the same placeholder. Two methods include the
-//! hash of the image in the block hash. Either the placeholders are replaced by a pad value derived from the hash
-//! ([`fill_spans`], [`fill_runs`]), as in SGLang's published tokens, and the blocks are hashed as text. Or the hashes
-//! are appended to the tokens of each block that the image overlaps ([`MmBlocks`]).
-//!
-//! A request and an engine's event for the same content have equal hashes if both use the same method. The pool
-//! configures the method; the ingest parses an engine's `extra_keys`.
+//! Every image occupies a run of placeholder tokens, and all images use the same placeholder. The hashes of the objects
+//! are therefore appended to the tokens of each block that the object overlaps ([`MmBlocks`]), both for requests and for
+//! an engine's events, whose `extra_keys` the ingest parses. An engine that publishes other tokens in place of the
+//! placeholders (SGLang) needs requests with the same tokens, which are hashed as text.
 
 use std::num::NonZeroU32;
 use std::ops::Range;
@@ -18,15 +15,6 @@ use xxhash_rust::xxh3::xxh3_64;
 ///
 /// An object in several parts has several spans with the same hash. Spans may overlap (for example audio inside a
 /// video).
-///
-/// ```
-/// use std::num::NonZeroU32;
-/// use pointsman::hashing::MmSpan;
-///
-/// let span = MmSpan { mm_hash: 9, start: 2, end: 7 };
-/// let parts: Vec<_> = span.blocks(NonZeroU32::new(4).expect("not zero")).collect();
-/// assert_eq!(parts, [(0, 2..4), (1, 0..3)]);
-/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MmSpan {
@@ -58,16 +46,6 @@ impl MmSpan {
             return u64::from_str_radix(&id[..16], 16).ok();
         }
         Some(xxh3_64(id.as_bytes()))
-    }
-
-    /// The blocks that the span overlaps: block index and the range of covered tokens relative to the start of the
-    /// block. Empty for an empty span.
-    pub fn blocks(self, block_size: NonZeroU32) -> impl Iterator<Item = (usize, Range<usize>)> {
-        let size = block_size.get() as usize;
-        self.block_range(block_size).map(move |block_idx| {
-            let block_start = block_idx * size;
-            (block_idx, self.start.max(block_start) - block_start..(self.end - block_start).min(size))
-        })
     }
 
     fn block_range(self, block_size: NonZeroU32) -> Range<usize> {
@@ -215,64 +193,4 @@ impl<'a> MmCursor<'a> {
         self.rest = rest;
         objects
     }
-}
-
-/// The token that replaces an object in a normalised prompt: `1_000_000 + (mm_hash & (2^30 - 1))`, SGLang's formula.
-///
-/// ```
-/// assert_eq!(pointsman::internals::hashing::pad_value(42), 1_000_042);
-/// ```
-#[must_use]
-pub fn pad_value(mm_hash: u64) -> u32 {
-    const SHIFT: u32 = 1_000_000;
-    const LOW_BITS: u64 = (1 << 30) - 1;
-    SHIFT + (mm_hash & LOW_BITS) as u32
-}
-
-/// Replaces the tokens of each span by the object's [`pad_value`]. Where spans overlap, the later one in the list wins.
-///
-/// # Errors
-/// A span that ends before it starts or beyond the prompt; no token is changed in that case.
-///
-/// ```
-/// use pointsman::hashing::MmSpan;
-/// use pointsman::internals::hashing::fill_spans;
-///
-/// let mut tokens = [100, 5, 5, 101];
-/// fill_spans(&mut tokens, &[MmSpan { mm_hash: 42, start: 1, end: 3 }])?;
-/// assert_eq!(tokens, [100, 1_000_042, 1_000_042, 101]);
-/// # Ok::<(), pointsman::internals::hashing::MmError>(())
-/// ```
-pub fn fill_spans(tokens: &mut [u32], spans: &[MmSpan]) -> Result<(), MmError> {
-    spans.iter().try_for_each(|span| span.check(tokens.len()))?;
-    for span in spans {
-        tokens[span.start..span.end].fill(pad_value(span.mm_hash));
-    }
-    Ok(())
-}
-
-/// Replaces each run of `placeholder` by the [`pad_value`] of the next of `mm_hashes`, and returns the number of runs.
-/// Runs beyond the last hash use the last one; without hashes nothing changes.
-///
-/// For events, which list a block's objects without positions. This is a heuristic: two images without a token between
-/// them form one run. With known positions, [`fill_spans`] is exact. A result other than `mm_hashes.len()` shows that
-/// runs and objects do not match one to one.
-///
-/// ```
-/// use pointsman::internals::hashing::fill_runs;
-///
-/// let mut tokens = [5, 5, 100, 5];
-/// assert_eq!(fill_runs(&mut tokens, 5, &[42, 43]), 2);
-/// assert_eq!(tokens, [1_000_042, 1_000_042, 100, 1_000_043]);
-/// ```
-pub fn fill_runs(tokens: &mut [u32], placeholder: u32, mm_hashes: &[u64]) -> usize {
-    let runs = tokens.chunk_by_mut(|a, b| (*a == placeholder) == (*b == placeholder));
-    let mut n_runs = 0;
-    for run in runs.filter(|run| run[0] == placeholder) {
-        if let Some(&mm_hash) = mm_hashes.get(n_runs).or(mm_hashes.last()) {
-            run.fill(pad_value(mm_hash));
-        }
-        n_runs += 1;
-    }
-    n_runs
 }

@@ -6,7 +6,6 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
-use super::mm::{fill_runs, fill_spans, pad_value};
 use super::*;
 use crate::protocol::{BlockHash, SequenceHash};
 
@@ -99,7 +98,7 @@ proptest! {
     }
 
     #[test]
-    fn spans_affect_only_their_tokens(
+    fn spans_affect_only_their_blocks(
         block_size in 1..9_u32,
         spans in vec((0..4_u64, 0..30_usize, 0..30_usize), 0..6),
     ) {
@@ -108,41 +107,27 @@ proptest! {
             .map(|(mm_hash, start, len)| MmSpan { mm_hash, start, end: (start + len).min(40).max(start) })
             .collect();
         let mut covered = vec![Vec::new(); 40_usize.div_ceil(block_size as usize)];
-        let mut tokens: Vec<u32> = (0..40).collect();
-        let mut filled = tokens.clone();
         for span in &spans {
-            for (position, token) in tokens.iter_mut().enumerate().take(span.end).skip(span.start) {
-                *token = pad_value(span.mm_hash);
-                covered[position / block_size as usize].push(span.mm_hash);
-            }
-            let parts = span.blocks(size(block_size));
-            let positions = parts.flat_map(|(block_idx, part)| part.map(move |at| block_idx * block_size as usize + at));
-            prop_assert!(positions.eq(span.start..span.end));
+            (span.start..span.end).for_each(|position| covered[position / block_size as usize].push(span.mm_hash));
         }
         for hashes in &mut covered {
             hashes.sort_unstable();
             hashes.dedup();
         }
         prop_assert_eq!(MmBlocks::split(&spans, 40, size(block_size)), Ok(MmBlocks::listed(covered)));
-        fill_spans(&mut filled, &spans).unwrap();
-        prop_assert_eq!(filled, tokens);
     }
 }
 
 #[test]
-fn invalid_spans_are_rejected_without_changes() {
+fn invalid_spans_are_rejected() {
     let good = MmSpan { mm_hash: 1, start: 0, end: 2 };
     let cases = [
         (MmSpan { mm_hash: 9, start: 7, end: 2 }, "mm range 7..2 ends before it starts"),
         (MmSpan { mm_hash: 9, start: 2, end: 11 }, "mm range 2..11 must end within the 10 tokens of the prompt"),
     ];
     for (bad, message) in cases {
-        let mut tokens = [5; 10];
-        assert_eq!(fill_spans(&mut tokens, &[good, bad]).unwrap_err().to_string(), message);
-        assert_eq!(tokens, [5; 10]);
         assert_eq!(MmBlocks::split(&[good, bad], 10, size(4)).unwrap_err().to_string(), message);
     }
-    assert_eq!(MmSpan { mm_hash: 9, start: 7, end: 2 }.blocks(size(4)).count(), 0);
 }
 
 #[test]
@@ -151,17 +136,6 @@ fn overlapping_spans_are_limited() {
     assert!(MmBlocks::split(&[whole; 1 << 9], 1 << 11, size(1)).is_ok());
     let error = MmBlocks::split(&[whole; (1 << 9) + 1], 1 << 11, size(1)).unwrap_err();
     assert_eq!(error.to_string(), "mm ranges cover 1050624 blocks in total, must be at most 1048576");
-}
-
-#[test]
-fn runs_beyond_the_last_hash_reuse_it() {
-    let fill = |hashes: &[u64]| {
-        let mut tokens = [5, 1, 5, 5, 2, 5];
-        (fill_runs(&mut tokens, 5, hashes), tokens)
-    };
-    assert_eq!(fill(&[]), (3, [5, 1, 5, 5, 2, 5]));
-    assert_eq!(fill(&[7, 8]), (3, [1_000_007, 1, 1_000_008, 1_000_008, 2, 1_000_008]));
-    assert_eq!(fill(&[7, 8, 9, 10]), (3, [1_000_007, 1, 1_000_008, 1_000_008, 2, 1_000_009]));
 }
 
 #[test]
