@@ -178,11 +178,6 @@ impl Gateway {
         async move { reloader.reload().await }
     }
 
-    /// Status of reloads.
-    pub fn reload_status(&self) -> ReloadStatus {
-        self.reloader.status()
-    }
-
     /// Sets `/ready` to 503 and closes connections after their response; everything is still served.
     pub fn begin_drain(&self) {
         self.running.pools.get().readiness.drain();

@@ -6,7 +6,7 @@ use std::str::FromStr;
 use pointsman::policy::Policy;
 use serde_json::Value;
 
-use crate::fleet::{policy_name, policy_named, setting};
+use crate::fleet::{policy_named, setting};
 
 /// A policy with optional settings, so that variants of one policy can be compared: `kv`, or
 /// `kv+seed=7+policy.overlap_score_credit=0.5`.
@@ -40,7 +40,7 @@ impl FromStr for Policied {
 
 impl From<Policy> for Policied {
     fn from(policy: Policy) -> Self {
-        Self { policy, settings: Vec::new(), name: policy_name(policy) }
+        Self { policy, settings: Vec::new(), name: policy.name().to_owned() }
     }
 }
 

@@ -5,7 +5,7 @@ mod setup;
 use pointsman::protocol::{WorkerId, WorkerRank};
 
 pub use setup::{DisaggregationSetup, Knowledge, ReplicaSetup, ReplicaSharing, RouterSetup, Setup};
-pub(crate) use setup::{policy_name, policy_named, setting};
+pub(crate) use setup::{policy_named, setting};
 
 /// `workers` workers, numbered from 1, with `dp_size` ranks each, numbered from 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -21,11 +21,6 @@ pub(crate) fn policy_named(name: &str) -> Result<Policy, serde::de::value::Error
     Policy::deserialize(name.into_deserializer())
 }
 
-/// Name of a policy in the router's configuration.
-pub(crate) fn policy_name(policy: Policy) -> String {
-    serde_json::to_value(policy).ok().and_then(|name| name.as_str().map(str::to_owned)).unwrap_or_default()
-}
-
 /// Source of the router's knowledge of the ranks' caches.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

@@ -22,7 +22,7 @@ pub(crate) use open::{Gaps, pace};
 pub use report::{Figures, Percentiles, Report};
 
 use crate::Failed;
-use crate::fleet::{Fleet, Knowledge, RouterSetup, Setup, policy_name, policy_named};
+use crate::fleet::{Fleet, Knowledge, RouterSetup, Setup, policy_named};
 use crate::measure::rss_bytes;
 use crate::progress::Progress;
 use crate::source;
@@ -157,7 +157,7 @@ impl Common {
             ("--inflight", Some(inflight.to_string().into())),
             ("--shards", shards.map(|shards| shards.to_string().into())),
             ("--limit", limit.map(|limit| limit.to_string().into())),
-            ("--policy", Some(policy_name(*policy).into())),
+            ("--policy", Some(policy.name().into())),
             ("--knowledge", knowledge.to_possible_value().map(|value| value.get_name().into())),
             ("--seed", Some(seed.to_string().into())),
         ];

@@ -44,7 +44,7 @@ use pointsman_trial::workload::Workload;
 pub use cli::{EngineFigures, EngineSpec, FleetArguments, Simulate};
 
 use crate::Failed;
-use crate::fleet::{Setup, policy_name};
+use crate::fleet::Setup;
 use crate::results::{Facts, Reporting, Run};
 use crate::targets::{Target, not_started};
 use driver::Driver;
@@ -61,7 +61,7 @@ impl Setup {
             consults_index: self.router_config().is_ok_and(|config| config.has_index()),
             workers: self.fleet.workers,
             dp_size: self.fleet.dp_size,
-            ..reporting.facts(policy_name(self.router.policy), self.router.seed, workload)
+            ..reporting.facts(self.router.policy.name().to_owned(), self.router.seed, workload)
         }
     }
 }
