@@ -125,34 +125,23 @@ fn tier() -> impl Strategy<Value = StorageTier> {
 
 fn op(names: u64, hashes: u64) -> impl Strategy<Value = Op> {
     let rank = 0..RANKS;
-    let parent = prop_oneof![
-        3 => Just(Parent::Start),
-        5 => (tier(), any::<Pick>()).prop_map(|(tier, pick)| Parent::Known(tier, pick)),
-        2 => (0..names).prop_map(Parent::Named),
-    ];
-    let named = prop_oneof![
-        3 => Just(Names::ByPrefix),
-        2 => prop::collection::vec(0..names, 8).prop_map(Names::Random),
-    ];
-    let list = prop::collection::vec(0..hashes, 0..8);
-    let store = (rank.clone(), tier(), parent, list, named).prop_map(|(rank, tier, parent, hashes, names)| Op::Store {
-        rank,
-        tier,
-        parent,
-        hashes,
-        names,
-    });
-    let list = prop::collection::vec(0..hashes, 0..8);
-    let parent = prop_oneof![
-        3 => Just(Parent::Start),
-        5 => (tier(), any::<Pick>()).prop_map(|(tier, pick)| Parent::Known(tier, pick)),
-        2 => (0..names).prop_map(Parent::Named),
-    ];
-    let named = prop_oneof![
-        3 => Just(Names::ByPrefix),
-        1 => prop::collection::vec(0..names, 8).prop_map(Names::Random),
-    ];
-    let offload = (rank.clone(), tier(), parent, list, named, any::<u8>()).prop_map(
+    let parent = || {
+        prop_oneof![
+            3 => Just(Parent::Start),
+            5 => (tier(), any::<Pick>()).prop_map(|(tier, pick)| Parent::Known(tier, pick)),
+            2 => (0..names).prop_map(Parent::Named),
+        ]
+    };
+    let named = |random: u32| {
+        prop_oneof![
+            3 => Just(Names::ByPrefix),
+            random => prop::collection::vec(0..names, 8).prop_map(Names::Random),
+        ]
+    };
+    let list = || prop::collection::vec(0..hashes, 0..8);
+    let store = (rank.clone(), tier(), parent(), list(), named(2))
+        .prop_map(|(rank, tier, parent, hashes, names)| Op::Store { rank, tier, parent, hashes, names });
+    let offload = (rank.clone(), tier(), parent(), list(), named(1), any::<u8>()).prop_map(
         |(rank, tier, parent, hashes, names, hashed)| Op::Offload { rank, tier, parent, hashes, names, hashed },
     );
     let copy = (rank.clone(), tier(), tier(), any::<Pick>(), 1..6_usize)
@@ -393,14 +382,9 @@ fn rebuild(index: &Index) -> Index {
 fn sorted(events: Vec<RouterEvent>) -> Vec<(WorkerRank, StorageTier, Option<EngineHash>, EngineHash, BlockHash)> {
     let removed: Vec<_> = events
         .iter()
-        .flat_map(|event| match &event.data {
-            KvEvent::Removed { blocks } => blocks.iter().map(|name| (event.rank, event.tier, *name)).collect(),
-            KvEvent::Stored { .. }
-            | KvEvent::Offloaded { .. }
-            | KvEvent::Cleared
-            | KvEvent::TierCleared
-            | KvEvent::GroupStored { .. }
-            | KvEvent::GroupRemoved { .. } => Vec::new(),
+        .flat_map(|event| {
+            let KvEvent::Removed { blocks } = &event.data else { return Vec::new() };
+            blocks.iter().map(|name| (event.rank, event.tier, *name)).collect()
         })
         .collect();
     let mut stored = Vec::new();

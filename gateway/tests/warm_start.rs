@@ -245,14 +245,9 @@ async fn held(router: &Router) -> Vec<String> {
     let events = router.dump_events().await.expect("up");
     let mut held: Vec<String> = events
         .iter()
-        .flat_map(|RouterEvent { rank, data, .. }| match data {
-            KvEvent::Stored { blocks, .. } => blocks.iter().map(|block| format!("{rank} {block:?}")).collect(),
-            KvEvent::Removed { .. }
-            | KvEvent::Offloaded { .. }
-            | KvEvent::Cleared
-            | KvEvent::TierCleared
-            | KvEvent::GroupStored { .. }
-            | KvEvent::GroupRemoved { .. } => Vec::new(),
+        .flat_map(|RouterEvent { rank, data, .. }| {
+            let KvEvent::Stored { blocks, .. } = data else { return Vec::new() };
+            blocks.iter().map(|block| format!("{rank} {block:?}")).collect()
         })
         .collect();
     held.sort();

@@ -16,15 +16,8 @@ pub(crate) type Held = BTreeSet<(WorkerRank, EngineHash, BlockHash)>;
 
 /// The blocks that an event stores, in their order.
 fn blocks_in(RouterEvent { rank, data, .. }: RouterEvent) -> Vec<(WorkerRank, EngineHash, BlockHash)> {
-    match data {
-        KvEvent::Stored { blocks, .. } => blocks.into_iter().map(|b| (rank, b.engine_hash, b.block_hash)).collect(),
-        KvEvent::Removed { .. }
-        | KvEvent::Offloaded { .. }
-        | KvEvent::Cleared
-        | KvEvent::TierCleared
-        | KvEvent::GroupStored { .. }
-        | KvEvent::GroupRemoved { .. } => Vec::new(),
-    }
+    let KvEvent::Stored { blocks, .. } = data else { return Vec::new() };
+    blocks.into_iter().map(|b| (rank, b.engine_hash, b.block_hash)).collect()
 }
 
 pub(crate) fn engine_at(worker: WorkerId, kv_events: KvEventsConfig) -> WorkerConfig {
