@@ -63,7 +63,6 @@ pub use io::http::{EngineClient, EngineGet, EngineHttpError, PlainEngineClient};
 pub use replica::{BusError, ReplicaBus, ReplicaMember, ReplicaMessage, SnapshotSource, SnapshotStore};
 #[cfg(all(feature = "replicas", feature = "test-support"))]
 pub use replica::{MemoryBus, MemoryNetwork};
-#[cfg(feature = "replicas")]
 pub use scheduler::PendingClass;
 pub use telemetry::RoutePhases;
 pub use views::kv_source::{KvAuditStatus, KvDifferenceStatus, KvSourceStatus};
