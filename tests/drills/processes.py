@@ -1,4 +1,4 @@
-"""Drills of one gateway process: handovers, attacks on the budget of requests, and a disk that fills up.
+"""Drills of one gateway process: engines that die or stop, handovers, attacks on the budget of requests, a full disk.
 
 Prints a line per drill and fails if one fails. Usage: processes.py BINARY QUICK(0 or 1)
 """
@@ -9,6 +9,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import socket
 import struct
 import subprocess
@@ -67,9 +68,9 @@ def write_secret(path):
 class Engine:
     """A mock engine."""
 
-    def __init__(self):
+    def __init__(self, *flags):
         self.port = port()
-        arguments = ["mock-engine", "--port", str(self.port), "--event-port", "0"]
+        arguments = ["mock-engine", "--port", str(self.port), "--event-port", "0", *flags]
         self.process = subprocess.Popen([BINARY, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         started.append(self.process)
 
@@ -82,14 +83,15 @@ class Engine:
 
 
 class Gateway:
-    """A gateway with the model `mock` of an engine. Its configuration can have further sections."""
+    """A gateway with the model `mock` of engines. Its configuration can have further sections."""
 
-    def __init__(self, engine, settings=(), address=None, config=""):
+    def __init__(self, *engines, settings=(), address=None, config=""):
         self.port = address or port()
         own = tempfile.mkdtemp(dir=DIRECTORY)
         path, log = os.path.join(own, "config.toml"), os.path.join(own, "log")
         with open(path, "w") as file:
-            file.write(f'{config}\n[[models]]\nname = "mock"\nworker_urls = ["http://127.0.0.1:{engine.port}"]\n')
+            urls = [f"http://127.0.0.1:{engine.port}" for engine in engines]
+            file.write(f'{config}\n[[models]]\nname = "mock"\nworker_urls = {json.dumps(urls)}\n')
             file.write('[models.tokens]\nsource = "none"\n')
         arguments = ["serve", "--config", path, "--listen", f"127.0.0.1:{self.port}", "--reuse-port"]
         for setting in ("gateway.access_log=off", *settings):
@@ -100,7 +102,8 @@ class Gateway:
             self.process = subprocess.Popen([BINARY, *arguments], stderr=output, env=environment)
         started.append(self.process)
         # A predecessor may answer at the same address.
-        wait("a ready gateway", lambda: "worker joined" in open(log).read() and get(self.port, "/ready")[0] == 200)
+        joined = lambda: open(log).read().count("worker joined") >= len(engines)
+        wait("a ready gateway", lambda: joined() and get(self.port, "/ready")[0] == 200)
 
     def __enter__(self):
         return self
@@ -166,6 +169,87 @@ async def handover(http2, stream_s, handovers, clients):
     violations += [] if set(counts) == {"ok"} else [f"requests: {counts}"]
     protocol = "HTTP/2" if http2 else "HTTP/1.1"
     report(f"handover of {stream_s} s streams, {protocol}", violations, handovers=handovers, requests=counts.get("ok", 0))
+
+
+async def completion(address, request):
+    """The seconds until each event of a streamed response, and whether it is whole."""
+    started, events, end = time.monotonic(), [], b""
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", address, limit=1 << 20)
+        content = json.dumps(request).encode()
+        head = "POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\nconnection: close\r\n"
+        writer.write(f"{head}content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n".encode() + content)
+        while line := await reader.readline():
+            if line.startswith(b"data: "):
+                events.append(time.monotonic() - started)
+                end = line
+        writer.close()
+    except OSError:
+        pass
+    return events, end == b"data: [DONE]\n"
+
+
+async def killed_engine(migrations, streams, tokens):
+    """One of four engines is killed under open streams of about 10 s. Returns the number of cut streams."""
+    flags = ["--dialect", "sglang-map", "--output-from-context", "--time-scale", "0.05"]
+    engines = [Engine(*flags) for _ in range(4)]
+    with Gateway(*engines, settings=[f"gateway.stream_migrations_max={migrations}"]) as gateway:
+        requests = [completion(gateway.port, body(f"client {n}", tokens)) for n in range(streams)]
+        tasks = [asyncio.create_task(request) for request in requests]
+        await asyncio.sleep(3)
+        open_streams = sum(not task.done() for task in tasks)
+        engines[0].process.kill()
+        results = await asyncio.gather(*tasks)
+        moved = gateway.metric("pointsman_gateway_stream_migrations_total")
+    for engine in engines:
+        engine.__exit__()
+    return open_streams, sum(not is_whole for _, is_whole in results), int(moved)
+
+
+def killed_engines(streams):
+    for migrations in (1,) if QUICK else (0, 1):
+        open_streams, cut, moved = asyncio.run(killed_engine(migrations, streams, 100))
+        violations = [] if (cut > 0) == (migrations == 0) else [f"{cut} cut"]
+        name = f"one of four engines is killed, stream_migrations_max {migrations}"
+        report(name, violations, streams=open_streams, cut=cut, moved=moved)
+
+
+async def stopped_engine(is_stream, warm_up_s, stop_s, rate):
+    """One of four engines stops (SIGSTOP) at a constant rate of requests. Returns the delays by time of sending."""
+    engines = [Engine() for _ in range(4)]
+    with Gateway(*engines) as gateway:
+        started, tasks = time.monotonic(), []
+        stop_at, end = started + warm_up_s, started + warm_up_s + stop_s
+        is_stopped = False
+        while (now := time.monotonic()) < end:
+            if not is_stopped and now >= stop_at:
+                engines[0].process.send_signal(signal.SIGSTOP)
+                is_stopped = True
+            request = completion(gateway.port, body(f"{len(tasks)} " * 200, 200, is_stream))
+            tasks.append((now - stop_at, asyncio.create_task(timed(request))))
+            await asyncio.sleep(max(0, started + len(tasks) / rate - time.monotonic()))
+        engines[0].process.send_signal(signal.SIGCONT)
+        results = [(sent, await task) for sent, task in tasks]
+    for engine in engines:
+        engine.__exit__()
+    return results
+
+
+async def timed(request):
+    started = time.monotonic()
+    await request
+    return time.monotonic() - started
+
+
+def stopped_engines(stop_s, rate):
+    for is_stream in (True, False):
+        results = asyncio.run(stopped_engine(is_stream, 10, stop_s, rate))
+        delayed = [sent for sent, seconds in results if seconds > 6 and sent >= -1]
+        violations = [f"{len(delayed)} delayed, at {delayed}"] if len(delayed) > 3 * rate / 4 else []
+        name = f"one of four engines stops, {'streams' if is_stream else 'whole responses'}"
+        last = round(max(delayed, default=0), 1)
+        figures = {"requests": len(results), "stopped_s": stop_s, "delayed": len(delayed), "last_delayed_after_s": last}
+        report(name, violations, **figures)
 
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -255,7 +339,7 @@ def budget(budget_mib, share_max):
             address = picker if listener == "picker" else None
             path = EXTERNAL_PROCESSING if listener == "picker" else COMPLETIONS
             settings = [f"gateway.request_budget_bytes={budget_mib * MIB}", "gateway.body_bytes_max=4194304"]
-            with Engine() as engine, Gateway(engine, settings, config=config) as gateway:
+            with Engine() as engine, Gateway(engine, settings=settings, config=config) as gateway:
                 time.sleep(0.5)
                 base = gateway.anonymous_mib()
                 (peak, descriptors), alive = attack(gateway, address or gateway.port, path, name, connections, streams)
@@ -265,6 +349,65 @@ def budget(budget_mib, share_max):
                 violations += [] if alive == 200 else [f"/ready: {alive}"]
                 figures = {"peak_mib": peak - base, "settled_mib": settled - base, "descriptors": descriptors}
                 report(f"{name}, {listener}", violations, streams=connections * streams, **figures)
+
+
+async def http2_streams(address, count, tokens):
+    """Opens streams over one HTTP/2 connection. Returns the numbers of heads with 200 and of whole responses."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", address)
+    content = json.dumps(body("a question", tokens)).encode()
+    windows = frame(4, 0, 0, struct.pack(">HI", 4, 1 << 30)) + frame(8, 0, 0, struct.pack(">I", 1 << 30))
+    writer.write(PREFACE + windows)
+    head = HEAD + field(b":path", COMPLETIONS) + field(b"content-type", b"application/json")
+    for n in range(count):
+        writer.write(frame(1, 4, 1 + 2 * n, head) + frame(0, 1, 1 + 2 * n, content))
+    good, whole, ended, ends = 0, 0, 0, {}
+    try:
+        while ended < count:
+            head = await reader.readexactly(9)
+            payload = await reader.readexactly(int.from_bytes(head[:3], "big"))
+            kind, flags, stream = head[3], head[4], int.from_bytes(head[5:], "big")
+            if kind == 4 and not flags:
+                writer.write(frame(4, 1, 0))
+            if kind == 1:
+                good += payload[:1] == b"\x88"  # the indexed field `:status: 200`
+            if kind == 0:
+                ends[stream] = payload[-14:] or ends.get(stream)
+            if kind == 3 or kind in (0, 1) and flags & 1:
+                ended += 1
+                whole += ends.get(stream) == b"data: [DONE]\n\n"
+    except asyncio.IncompleteReadError:
+        pass
+    writer.close()
+    return good, whole
+
+
+def open_streams(streams):
+    """Streams over HTTP/2, open at the same time: each has a connection to an engine."""
+    flags = ["--time-scale", "0.05", "--sequences-max", "20000", "--step-tokens-max", "20000", "--kv-blocks", "100000"]
+    engines = [Engine(*flags) for _ in range(4)]
+    with Gateway(*engines) as gateway:
+        time.sleep(2)
+        base, peaks, is_over = gateway.anonymous_mib(), [0, 0], threading.Event()
+
+        def watch():
+            while not is_over.wait(0.5):
+                peaks[0] = max(peaks[0], gateway.anonymous_mib())
+                peaks[1] = max(peaks[1], gateway.metric("pointsman_leases"))
+
+        async def clients():
+            return await asyncio.gather(*(http2_streams(gateway.port, 100, 30) for _ in range(streams // 100)))
+
+        watching = threading.Thread(target=watch)
+        watching.start()
+        results = asyncio.run(clients())
+        is_over.set()
+        watching.join()
+        good, whole = (sum(result[n] for result in results) for n in (0, 1))
+    for engine in engines:
+        engine.__exit__()
+    violations = [] if whole == streams else [f"{good} answered, {whole} whole"]
+    kib = round((peaks[0] - base) * 1024 / max(1, peaks[1]), 1)
+    report("open streams", violations, streams=streams, open_at_once=int(peaks[1]), kib_per_stream=kib)
 
 
 def disk(rounds, requests):
@@ -279,7 +422,7 @@ def disk(rounds, requests):
         settings = [f"gateway.decision_path={path}", "gateway.decision_file_bytes_max=1048576"]
         settings += ["gateway.decision_files_max=4", f"gateway.snapshot_path={path}", "gateway.snapshot_interval_ms=1000"]
         settings += [f"gateway.access_log={path}/access"]
-        with Engine() as engine, Gateway(engine, settings) as gateway:
+        with Engine() as engine, Gateway(engine, settings=settings) as gateway:
             disk_rounds(gateway, path, rounds, requests)
     finally:
         subprocess.run(["umount", "-l", path], check=False)
@@ -333,10 +476,15 @@ def disk_rounds(gateway, path, rounds, requests):
 
 def main():
     try:
+        killed_engines(40 if QUICK else 200)
+        if not QUICK:
+            stopped_engines(40, 20)
         for http2 in (False, True):
             for stream_s in (1,) if QUICK else (2, 7):
                 asyncio.run(handover(http2, stream_s, *((2, 8) if QUICK else (5, 40))))
         budget(64, 1.2)
+        if not QUICK:
+            open_streams(9_000)
         disk(5, 30 if QUICK else 300)
     finally:
         for process in started:
@@ -346,4 +494,5 @@ def main():
         sys.exit(f"failed: {', '.join(sorted(set(failed)))}")
 
 
-main()
+if __name__ == "__main__":
+    main()
