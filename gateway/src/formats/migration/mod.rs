@@ -12,6 +12,7 @@
 mod chunk;
 mod request;
 mod stream;
+mod unread;
 
 #[cfg(test)]
 mod tests;

@@ -1,7 +1,7 @@
 //! Joins the event streams of several attempts into one.
 //!
 //! Events pass whole: an incomplete event is withheld until its end, so that a failure never leaves a part of it at the
-//! client. Events of the first attempt pass unchanged and uncopied, and most of short streams are never read.
+//! client. Events of the first attempt pass unchanged, and most of short streams are never read.
 //! Memory is bounded by the longest resumable output and one event.
 
 use std::borrow::Cow;
@@ -12,13 +12,14 @@ use serde_json::value::RawValue;
 
 use super::chunk::{Choice, Chunk, Usage};
 use super::request::{ResumableRequest, SentOutput};
+use super::unread::UnreadFrames;
 use crate::formats::handover::object::ObjectText;
 use crate::formats::json::{position, spliced, with_changed_parts};
 
 /// Maximum size of a withheld event. A longer one passes in parts and ends the resumability.
 const EVENT_BYTES_MAX: usize = 4 << 20;
 
-/// Size of the unread events from which they are read.
+/// Size of the unread events from which they are read: about a thousand tokens.
 const UNREAD_BYTES_MAX: usize = 16 << 10;
 
 /// Maximum size of the output so far, per token of its maximum.
@@ -72,9 +73,8 @@ pub struct StreamJoiner {
     output: SentOutput,
     /// Absent before the first chunk.
     first: Option<Identity>,
-    /// Events that have passed and are not read yet, and their bytes.
-    unread: Vec<Bytes>,
-    unread_bytes: usize,
+    /// Events that have passed and are not read yet.
+    unread: UnreadFrames,
     /// Start of an incomplete event.
     held: Vec<u8>,
     /// Tokens of earlier attempts; `None` in the first one.
@@ -128,23 +128,22 @@ impl StreamJoiner {
     /// Events of the first attempt pass unread, except for errors. They are read when the output matters, or when there
     /// are many.
     fn accept(&mut self, events: Bytes) -> Bytes {
-        let is_plain = |text: &str| text.contains("\"choices\"") && !text.contains("error");
-        if self.resumed_after.is_some() || !str::from_utf8(&events).is_ok_and(is_plain) {
+        if events.is_empty() {
+            return events;
+        }
+        if self.resumed_after.is_some() || self.is_done || !self.unread.push(&events) {
             self.catch_up();
             return self.process(events);
         }
-        self.unread_bytes += events.len();
-        self.unread.push(events.clone());
-        if self.unread_bytes > UNREAD_BYTES_MAX {
+        if self.unread.bytes() > UNREAD_BYTES_MAX {
             self.catch_up();
         }
         events
     }
 
     fn catch_up(&mut self) {
-        self.unread_bytes = 0;
-        for events in std::mem::take(&mut self.unread) {
-            self.process(events);
+        for events in self.unread.take() {
+            self.process(events.into());
         }
     }
 

@@ -128,6 +128,16 @@ fn ids_event(text: &str, ids: &[u32]) -> String {
 }
 
 #[test]
+fn unread_events_keep_no_buffer_of_a_connection() {
+    let event = text_event("x");
+    let buffer = Bytes::from([event.as_bytes(), &[0; 8192]].concat());
+    let mut joiner = StreamJoiner::new(100);
+    assert_eq!(joiner.push(buffer.slice(..event.len())), event);
+    assert!(buffer.is_unique());
+    assert_eq!(joiner.output().tokens(), 1);
+}
+
+#[test]
 fn prompts_of_token_ids_need_the_ids_of_the_output() {
     let more = |more: Value| {
         let mut body = completion(json!({ "prompt": [1, 2], "return_token_ids": true }));
