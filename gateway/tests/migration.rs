@@ -1,18 +1,20 @@
 //! Streams that move to another rank after a failure of their engine.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use pointsman::protocol::Engine;
 use pointsman_gateway::app::Gateway;
-use pointsman_gateway::settings::GatewaySettings;
+use pointsman_gateway::settings::{GatewaySettings, TokenSourceChoice, TokensSettings};
 use pointsman_trial::mock::{MockConfig, MockEngine};
 use serde_json::{Value, json};
 use tokio::io::AsyncReadExt as _;
 use tokio::net::TcpStream;
 use tokio::task::JoinSet;
 
+use crate::common::directory::Directory;
 use crate::common::proxy::{
     Act, Answer, Got, Scripted, gateway, get, receive, send, settings, stream, stream_end, until, worker,
 };
@@ -33,12 +35,23 @@ impl Site {
     }
 
     async fn with(urls: &[String], migrations_max: u32, change: impl FnOnce(&mut GatewaySettings)) -> Self {
+        Self::serving(Engine::Sglang, settings(Vec::new()).models.remove(0).tokens, urls, migrations_max, change).await
+    }
+
+    async fn serving(
+        engine: Engine,
+        tokens: TokensSettings,
+        urls: &[String],
+        migrations_max: u32,
+        change: impl FnOnce(&mut GatewaySettings),
+    ) -> Self {
         static SITES: AtomicUsize = AtomicUsize::new(0);
         let model = format!("migrating-{}", SITES.fetch_add(1, Ordering::Relaxed));
         let mut settings = settings((1..).zip(urls).map(|(n, url)| worker(n, url, 1)).collect());
         settings.gateway.stream_migrations_max = migrations_max;
-        settings.models[0].workers.iter_mut().for_each(|worker| worker.config.engine = Some(Engine::Sglang));
+        settings.models[0].workers.iter_mut().for_each(|worker| worker.config.engine = Some(engine));
         change(&mut settings.gateway);
+        settings.models[0].tokens = tokens;
         settings.models[0].name.clone_from(&model);
         settings.models[0].upstream_name = Some("mock".to_owned());
         Self { gateway: gateway(settings).await, model }
@@ -248,6 +261,35 @@ async fn unsound_requests_and_output_are_cut_off_as_without_the_option() {
             assert_eq!(site.migrations(result).await, 1, "{more}");
         }
         assert_eq!(site.migrations("resumed").await, 0);
+        site.at_rest().await;
+    }
+}
+
+/// vLLM's template decides whether it continues the prompt: the tokens of the resume request must begin with those of the
+/// prompt.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn vllm_resumes_chats_whose_tokens_continue_those_of_the_prompt() {
+    let own = Directory::new();
+    let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tokens");
+    let sound = std::fs::read_to_string(data.join("vision.jinja")).expect("a template");
+    for (template, is_resumed) in [(sound.clone(), true), (format!("{{{{ messages | length }}}}{sound}"), false)] {
+        let tokens = TokensSettings {
+            source: TokenSourceChoice::Local,
+            tokenizer_file: Some(data.join("tokenizer.json")),
+            chat_template_file: Some(own.write("template.jinja", template)),
+            parity_check: false,
+            wait_ms: 60_000,
+            ..TokensSettings::default()
+        };
+        let start = events("first", &["one"])[..2].concat();
+        let bad = failing(start.into(), Act::Close, &["one"]).await;
+        let good = completing(&[" two"]).await;
+        let site = Site::serving(Engine::Vllm, tokens, &[bad.url(), good.url()], 1, |_| {}).await;
+        let answer = site.reach(&bad, &chat(json!({}))).await;
+        let expected = if is_resumed { "one two" } else { "one" };
+        assert_eq!((answer.is_whole, text(&answer).as_str()), (is_resumed, expected), "{answer:?}");
+        let count = if is_resumed { "resumed" } else { "unsound" };
+        assert_eq!(site.migrations(count).await, 1);
         site.at_rest().await;
     }
 }
