@@ -43,55 +43,42 @@ pub(crate) fn shared() -> Option<Handle> {
     THIS.with(|this| this.get().map(|(_, shared)| shared.clone()))
 }
 
-/// The cores of one gateway. Dropping the last clone ends their threads with all tasks.
+/// The cores of one gateway. Their threads end with the last clone and the last connection.
 #[derive(Clone)]
 pub(crate) struct Cores(Arc<[Arc<Core>]>);
 
+/// A thread. Its connections hold it, and the streams of HTTP/2, so that its references count its load.
 struct Core {
     runtime: Handle,
-    /// Connections, and streams that are counted on their own.
-    load: AtomicUsize,
     /// Connections that have not been polled yet.
     unserved: AtomicUsize,
     /// Its drop ends the thread.
     _alive: oneshot::Sender<()>,
 }
 
-/// A part of the load of a core.
-struct Share(Arc<Core>);
-
-impl Drop for Share {
-    fn drop(&mut self) {
-        self.0.load.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
 impl Cores {
     /// Starts the threads. Must be called in the shared runtime.
     pub(crate) fn start() -> io::Result<Self> {
-        (1..=*COUNT)
-            .map(|number| Core::start(number, Handle::current()).map(Arc::new))
-            .collect::<Result<_, _>>()
-            .map(Self)
+        let start = |number| Ok(Arc::new(Core::start(number, Handle::current())?));
+        (1..=*COUNT).map(start).collect::<io::Result<_>>().map(Self)
     }
 
     /// Serves a connection on the core with the least load.
     pub(super) fn serve(&self, connections: &mut JoinSet<()>, served: impl Future<Output = ()> + Send + 'static) {
-        let core = self.least();
+        let core = Arc::clone(self.least());
+        let runtime = core.runtime.clone();
         core.unserved.fetch_add(1, Ordering::Relaxed);
-        let share = core.share();
         let served = async move {
-            share.0.unserved.fetch_sub(1, Ordering::Relaxed);
+            core.unserved.fetch_sub(1, Ordering::Relaxed);
             served.await;
-            drop(share);
         };
-        connections.spawn_on(served, &core.runtime);
+        connections.spawn_on(served, &runtime);
     }
 
     fn least(&self) -> &Arc<Core> {
         let least = self.0.iter().min_by_key(|core| {
             let is_blocked = core.unserved.load(Ordering::Relaxed) > UNSERVED_MAX;
-            (is_blocked, core.load.load(Ordering::Relaxed))
+            (is_blocked, Arc::strong_count(core))
         });
         least.expect("a gateway has a core")
     }
@@ -100,8 +87,7 @@ impl Cores {
     fn of_stream(&self) -> &Arc<Core> {
         let least = self.least();
         let own = number().checked_sub(1).and_then(|n| self.0.get(n));
-        own.filter(|own| own.load.load(Ordering::Relaxed) < least.load.load(Ordering::Relaxed) + STREAM_LEAD)
-            .unwrap_or(least)
+        own.filter(|own| Arc::strong_count(own) < Arc::strong_count(least) + STREAM_LEAD).unwrap_or(least)
     }
 }
 
@@ -120,12 +106,7 @@ impl Core {
         };
         thread::Builder::new().name(format!("serve-{number}")).stack_size(STACK_BYTES).spawn(serve)?;
         let runtime = start.recv().map_err(io::Error::other)??;
-        Ok(Self { runtime, load: AtomicUsize::new(0), unserved: AtomicUsize::new(0), _alive: alive })
-    }
-
-    fn share(self: &Arc<Self>) -> Share {
-        self.load.fetch_add(1, Ordering::Relaxed);
-        Share(Arc::clone(self))
+        Ok(Self { runtime, unserved: AtomicUsize::new(0), _alive: alive })
     }
 }
 
@@ -136,11 +117,10 @@ pub(super) struct Streams(pub(super) Option<Cores>);
 impl<F: Future<Output: Send> + Send + 'static> Executor<F> for Streams {
     fn execute(&self, stream: F) {
         let Some(cores) = &self.0 else { return drop(tokio::spawn(stream)) };
-        let core = cores.of_stream();
-        let share = core.share();
-        core.runtime.spawn(async move {
+        let core = Arc::clone(cores.of_stream());
+        core.runtime.clone().spawn(async move {
             stream.await;
-            drop(share);
+            drop(core);
         });
     }
 }
@@ -165,7 +145,7 @@ mod tests {
     }
 
     fn loads(cores: &Cores) -> Vec<usize> {
-        cores.0.iter().map(|core| core.load.load(Ordering::Relaxed)).collect()
+        cores.0.iter().map(|core| Arc::strong_count(core) - 1).collect()
     }
 
     #[tokio::test]

@@ -13,11 +13,7 @@ impl<T> Default for Leg<T> {
 }
 
 impl<T: Send + 'static> Leg<T> {
-    pub(super) fn start(leg: impl Future<Output = T> + Send + 'static) -> Self {
-        Self::start_on(&Handle::current(), leg)
-    }
-
-    pub(super) fn start_on(runtime: &Handle, leg: impl Future<Output = T> + Send + 'static) -> Self {
+    pub(super) fn start(runtime: &Handle, leg: impl Future<Output = T> + Send + 'static) -> Self {
         let mut task = JoinSet::new();
         task.spawn_on(leg, runtime);
         Self(task)

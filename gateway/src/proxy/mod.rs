@@ -83,7 +83,7 @@ pub(crate) fn answer(
         None => Box::pin(serve(endpoint, context, request, Arc::clone(&heartbeats))),
         Some(shared) => {
             let served = serve(endpoint, context, request, Arc::clone(&heartbeats));
-            Box::pin(async move { Leg::start_on(&shared, served).end().await })
+            Box::pin(async move { Leg::start(&shared, served).end().await })
         }
     };
     kept_alive(heartbeats, serving)
