@@ -4,7 +4,6 @@
 
 pub(crate) mod budget;
 pub mod certificates;
-pub(crate) mod cores;
 pub(crate) mod head;
 pub mod limits;
 pub mod listener;

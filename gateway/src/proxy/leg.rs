@@ -1,9 +1,8 @@
-//! Task of a request, or of one leg of a disaggregated request.
+//! Task of one leg of a disaggregated request.
 
-use tokio::runtime::Handle;
 use tokio::task::JoinSet;
 
-/// A task that is cancelled with this value. The default has ended.
+/// A leg in a task of its own, which is cancelled with this value. The default has ended.
 pub(super) struct Leg<T: 'static>(JoinSet<T>);
 
 impl<T> Default for Leg<T> {
@@ -13,9 +12,9 @@ impl<T> Default for Leg<T> {
 }
 
 impl<T: Send + 'static> Leg<T> {
-    pub(super) fn start(runtime: &Handle, leg: impl Future<Output = T> + Send + 'static) -> Self {
+    pub(super) fn start(leg: impl Future<Output = T> + Send + 'static) -> Self {
         let mut task = JoinSet::new();
-        task.spawn_on(leg, runtime);
+        task.spawn(leg);
         Self(task)
     }
 

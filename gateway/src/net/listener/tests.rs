@@ -4,7 +4,6 @@ use std::path::Path;
 use axum::body::Body;
 use axum::routing::get;
 use http_body_util::BodyExt as _;
-use hyper_util::rt::TokioExecutor;
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, ServerName};
 use rustls::{ClientConfig, RootCertStore};
@@ -25,7 +24,6 @@ fn options(name: &'static str) -> ListenerOptions {
         name,
         connections_max: 100,
         overflow: None,
-        cores: Some(Cores::start().expect("threads")),
         budget: None,
         streams_max: 100,
         head_timeout: PATIENCE,

@@ -8,11 +8,9 @@ use tokio::time::Instant;
 
 use crate::alone;
 use crate::common::proxy::{
-    Act, Answer, EVENT, FINE, PATIENCE, Scripted, chunk, chunked_head, full_response, gateway, kept, until, write,
+    Act, Answer, EVENT, FINE, PATIENCE, Scripted, chunk, chunked_head, full_response, gateway, until, write,
 };
-use crate::faults::{
-    Client, PATH, body, counting_outcomes, expect_idle, expect_no_failure, expect_outcome, metric, settings,
-};
+use crate::faults::{Client, counting_outcomes, expect_idle, expect_no_failure, expect_outcome, metric, settings};
 
 /// The response to the client if every worker fails in the same way.
 #[derive(Clone, Copy, Debug)]
@@ -354,12 +352,6 @@ async fn responses_of_known_length_are_cut_off_at_the_failing_byte() {
     }
 }
 
-/// A request on a connection that stays open.
-fn asked() -> String {
-    let body = body();
-    format!("POST {PATH} HTTP/1.1\r\nhost: gateway\r\ncontent-length: {}\r\n\r\n{body}", body.len())
-}
-
 /// As engines do with idle connections, but in the moment of each second request.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn closed_kept_connections_take_no_retry() {
@@ -375,13 +367,10 @@ async fn closed_kept_connections_take_no_retry() {
         let mut settings = counting_outcomes(settings(&workers.each_ref().map(Scripted::url)));
         (settings.gateway.attempts_max, settings.gateway.retry_share_max) = (1, 0.0);
         let gateway = gateway(settings).await;
-        // One core, which keeps the connections.
-        let mut client = Client::connect(gateway.address()).await;
         for n in 0..REQUESTS {
-            let answer = kept(&mut client.stream, &asked()).await.expect("response received");
+            let answer = Client::ask(&gateway).await.answer().await.expect("response received");
             assert_eq!((answer.status, answer.text()), (200, FINE), "{n}: {answer:?}");
         }
-        drop(client);
         let ended: usize = workers.iter().map(|worker| worker.request_count() / 2).sum();
         assert!(ended + 2 >= REQUESTS, "{ended}: nearly every request after the first ones finds a kept connection");
         expect_no_failure(&gateway).await;
@@ -392,14 +381,13 @@ async fn closed_kept_connections_take_no_retry() {
 /// All connections are kept, and each ends with its next request.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_request_outlasts_several_closed_connections() {
-    const PER_CORE: usize = 4;
+    const CLIENTS: usize = 8;
     let _alone = alone().await;
-    let count = PER_CORE * std::thread::available_parallelism().map_or(1, usize::from);
-    let worker = Scripted::with(Vec::new(), move |n, _| {
+    let worker = Scripted::with(Vec::new(), |n, _| {
         let served = full_response("200 OK", FINE);
-        if n < count {
+        if n < CLIENTS {
             vec![Act::Wait, served]
-        } else if n < count + PER_CORE {
+        } else if n < 2 * CLIENTS {
             vec![Act::Reset]
         } else {
             vec![served]
@@ -410,20 +398,17 @@ async fn a_request_outlasts_several_closed_connections() {
     settings.gateway.attempts_max = 1;
     let gateway = gateway(settings).await;
     let mut clients = Vec::new();
-    for _ in 0..count {
-        let mut client = Client::connect(gateway.address()).await;
-        assert!(client.write(asked()).await);
-        clients.push(client);
+    for _ in 0..CLIENTS {
+        clients.push(Client::ask(&gateway).await);
     }
-    until("each client has a connection", || worker.request_count() == count).await;
-    worker.release(count);
-    for client in &mut clients {
-        client.expect_body(FINE.as_bytes()).await;
+    until("each client has a connection", || worker.request_count() == CLIENTS).await;
+    worker.release(CLIENTS);
+    for client in clients {
+        assert_eq!(client.answer().await.expect("response received").text(), FINE);
     }
-    let answer = kept(&mut clients[0].stream, &asked()).await.expect("response received");
+    let answer = Client::ask(&gateway).await.answer().await.expect("response received");
     assert_eq!((answer.status, answer.text()), (200, FINE), "{answer:?}");
-    assert_eq!(worker.request_count(), count + PER_CORE + 1, "the kept connections of the core were used");
-    drop(clients);
+    assert!(worker.request_count() > CLIENTS + 1, "kept connections were used");
     expect_no_failure(&gateway).await;
     expect_idle(&gateway).await;
 }
@@ -440,17 +425,12 @@ async fn a_kept_connection_that_ends_late_counts_as_a_failure() {
     let mut settings = counting_outcomes(settings(&[worker.url()]));
     settings.gateway.attempts_max = 1;
     let gateway = gateway(settings).await;
-    let mut client = Client::connect(gateway.address()).await;
-    assert_eq!(kept(&mut client.stream, &asked()).await.expect("response received").text(), FINE);
-    let late = async {
-        until("the worker has it", || worker.request_count() == 2).await;
-        tokio::time::sleep(Duration::from_secs(3)).await;
-        worker.release(1);
-    };
-    let asked = asked();
-    let (answer, ()) = tokio::join!(kept(&mut client.stream, &asked), late);
-    assert_eq!(answer.expect("response received").status, 502);
-    drop(client);
+    assert_eq!(Client::ask(&gateway).await.answer().await.expect("response received").text(), FINE);
+    let client = Client::ask(&gateway).await;
+    until("the worker has it", || worker.request_count() == 2).await;
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    worker.release(1);
+    assert_eq!(client.answer().await.expect("response received").status, 502);
     assert_eq!(
         (worker.request_count(), worker.seen(|seen| seen.accepted)),
         (2, 1),
