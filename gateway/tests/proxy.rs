@@ -202,7 +202,7 @@ async fn late_unstreamed_responses_are_not_retried_and_count() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn ranks_are_selected_at_workers_with_several() {
     // Heads may have many headers.
-    let many: String = (0..900).map(|n| format!("x-{n}: 1\r\n")).collect();
+    let many: String = (0..360).map(|n| format!("x-{n}: 1\r\n")).collect();
     let response = format!("HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n{many}content-length: ");
     let response = write(format!("{response}{}\r\n\r\n{FINE_JSON}", FINE_JSON.len()));
     let scripted = Scripted::responding_with(vec![response]).await;
@@ -210,9 +210,9 @@ async fn ranks_are_selected_at_workers_with_several() {
     for _ in 0..2 {
         let body = chat("mock", false).to_string();
         let answer = request(gateway.address(), "POST", CHAT, &many, body.as_bytes()).await;
-        assert_eq!((answer.status, answer.header("x-899")), (200, Some("1")));
+        assert_eq!((answer.status, answer.header("x-359")), (200, Some("1")));
     }
-    assert_eq!(scripted.requests()[0].header("x-899"), Some("1"));
+    assert_eq!(scripted.requests()[0].header("x-359"), Some("1"));
     let requests = scripted.requests();
     let mut ranks: Vec<_> = requests.iter().map(|got| got.header("x-data-parallel-rank")).collect();
     ranks.sort_unstable();

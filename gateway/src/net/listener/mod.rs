@@ -51,8 +51,9 @@ use super::budget::RequestBudget;
 /// heads with more headers, are rejected with 431.
 const HEAD_BYTES_MAX: usize = 64 << 10;
 
-/// Maximum headers of a request or response of HTTP/1.1. Those of HTTP/2 are limited by their bytes.
-pub(super) const HEADERS_MAX: usize = 1_000;
+/// Maximum headers of a request or response of HTTP/1.1; the parser clears the places of all for each message. Those of
+/// HTTP/2 are limited by their bytes.
+pub(super) const HEADERS_MAX: usize = 400;
 
 /// Maximum unread bytes of the bodies of an HTTP/2 connection.
 const WINDOW_BYTES: u32 = 256 << 10;
