@@ -305,6 +305,8 @@ pub(crate) struct Seen {
     pub(crate) requests: Vec<Got>,
     /// Connections that the other side closed while it waited for a response.
     pub(crate) hung_up: usize,
+    /// Released waits that have not continued. Their permits may be assigned already, and return if the connection ends.
+    unresumed: usize,
 }
 
 type Answers = dyn Fn(usize, &Got) -> Vec<Act> + Send + Sync;
@@ -359,7 +361,10 @@ impl Script {
                     tokio::select! {
                         biased;
                         _ = stream.read(&mut byte) => return false,
-                        permit = self.gate.acquire() => permit.expect("the gate stays open").forget(),
+                        permit = self.gate.acquire() => {
+                            permit.expect("the gate stays open").forget();
+                            self.seen(|seen| seen.unresumed -= 1);
+                        }
                     }
                 }
                 Act::Close => return false,
@@ -457,12 +462,13 @@ impl Scripted {
 
     /// Releases this many waits.
     pub(crate) fn release(&self, waits: usize) {
+        self.seen(|seen| seen.unresumed += waits);
         self.script.gate.add_permits(waits);
     }
 
     /// Waits until all released waits have continued.
     pub(crate) async fn wait_until_resumed(&self) {
-        until("the worker continues", || self.script.gate.available_permits() == 0).await;
+        until("the worker continues", || self.seen(|seen| seen.unresumed == 0)).await;
     }
 
     /// Waits until the gateway has closed all connections to the worker.
