@@ -49,7 +49,7 @@ use super::budget::RequestBudget;
 
 /// Maximum length of a request head, and of buffered unread data; HTTP/1.1 may exceed it by one read. Longer heads, and
 /// heads with more headers, are rejected with 431.
-const HEAD_BYTES_MAX: usize = 64 << 10;
+pub(super) const HEAD_BYTES_MAX: usize = 64 << 10;
 
 /// Maximum headers of a request or response of HTTP/1.1; the parser clears the places of all for each message. Those of
 /// HTTP/2 are limited by their bytes.

@@ -18,12 +18,18 @@ use hyper_util::client::legacy::connect::{CaptureConnection, Connected, Connecti
 use tokio::sync::watch;
 use tokio::time::sleep;
 
+/// Reads after which a connection that always has bytes lets others work. An engine may flood it with interim responses,
+/// which are all parsed in one poll.
+const READS_MAX: u32 = 2;
+
 /// Stream that signals its drop to the requests of its connection.
 #[derive(Debug)]
 pub(super) struct Signaling<S> {
     stream: S,
     open: watch::Sender<()>,
     transfers: Arc<Transfers>,
+    /// Reads since the last wait.
+    reads: u32,
 }
 
 /// Transfers of a connection, which carries one request at a time.
@@ -44,7 +50,7 @@ struct End {
 
 impl<S> Signaling<S> {
     pub(super) fn new(stream: S) -> Self {
-        Self { stream, open: watch::Sender::new(()), transfers: Arc::default() }
+        Self { stream, open: watch::Sender::new(()), transfers: Arc::default(), reads: 0 }
     }
 
     fn written(&self) {
@@ -107,8 +113,14 @@ impl<S: Connection> Connection for Signaling<S> {
 impl<S: Read + Unpin> Read for Signaling<S> {
     fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: ReadBufCursor<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
+        let reads = std::mem::take(&mut this.reads);
+        if reads >= READS_MAX {
+            cx.waker().wake_by_ref();
+            return Poll::Pending;
+        }
         let read = Pin::new(&mut this.stream).poll_read(cx, buffer);
         if let Poll::Ready(Ok(())) = read {
+            this.reads = reads + 1;
             this.transfers.reads.fetch_add(1, Ordering::Relaxed);
         }
         read
@@ -140,5 +152,49 @@ impl<S: Write + Unpin> Write for Signaling<S> {
     ) -> Poll<io::Result<usize>> {
         self.written();
         Pin::new(&mut self.get_mut().stream).poll_write_vectored(cx, buffers)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::mem::MaybeUninit;
+    use std::task::{Wake, Waker};
+
+    use hyper::rt::ReadBuf;
+
+    use super::*;
+
+    /// A connection that always has bytes.
+    struct Flood;
+
+    impl Read for Flood {
+        fn poll_read(self: Pin<&mut Self>, _: &mut Context<'_>, mut buffer: ReadBufCursor<'_>) -> Poll<io::Result<()>> {
+            buffer.put_slice(b"HTTP/1.1 100 Continue\r\n\r\n");
+            Poll::Ready(Ok(()))
+        }
+    }
+
+    #[derive(Default)]
+    struct Wakes(AtomicU32);
+
+    impl Wake for Wakes {
+        fn wake(self: Arc<Self>) {
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    #[test]
+    fn a_flood_lets_others_work_and_continues() {
+        let (mut stream, wakes) = (Signaling::new(Flood), Arc::new(Wakes::default()));
+        let waker = Waker::from(Arc::clone(&wakes));
+        for n in 1..=3 {
+            let is_read = |_: &u32| {
+                let mut bytes = [MaybeUninit::uninit(); 64];
+                let mut buffer = ReadBuf::uninit(&mut bytes);
+                Pin::new(&mut stream).poll_read(&mut Context::from_waker(&waker), buffer.unfilled()).is_ready()
+            };
+            assert_eq!((0..100).take_while(is_read).count(), 2, "reads in a row");
+            assert_eq!(wakes.0.load(Ordering::Relaxed), n, "each pause wakes its own task");
+        }
     }
 }

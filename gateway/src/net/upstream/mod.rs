@@ -28,7 +28,7 @@ use tower::util::MapResponse;
 
 use self::ended::{Observed, Signaling};
 use self::keys::WorkerKeys;
-use super::listener::HEADERS_MAX;
+use super::listener::{HEAD_BYTES_MAX, HEADERS_MAX};
 use crate::settings::{Secret, SecretError};
 
 mod access;
@@ -265,6 +265,7 @@ fn client(tls: ClientConfig, connect_timeout: Duration) -> HttpsClient {
         .pool_idle_timeout(IDLE_KEPT)
         .pool_max_idle_per_host(IDLE_PER_WORKER_MAX)
         .http1_max_headers(HEADERS_MAX)
+        .http1_max_buf_size(HEAD_BYTES_MAX)
         .build(connector.wrap_connector(http).map_response(Signaling::new as fn(Stream) -> Signaling<Stream>))
 }
 
