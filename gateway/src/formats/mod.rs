@@ -33,6 +33,7 @@ macro_rules! named {
 pub(crate) use named;
 
 pub mod anthropic;
+pub(crate) mod events;
 pub mod handover;
 mod json;
 pub mod live;

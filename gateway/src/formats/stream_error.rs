@@ -7,6 +7,7 @@ use axum::body::Bytes;
 use serde_json::{Value, json};
 
 use crate::formats::anthropic::{error_body, error_message};
+use crate::formats::events::each_data;
 use crate::formats::openai::{Endpoint, ErrorType};
 
 /// The last error event of a stream as the body of a response with this status.
@@ -19,12 +20,8 @@ use crate::formats::openai::{Endpoint, ErrorType};
 /// ```
 pub fn body_of(stream: &[u8], status: u16) -> Bytes {
     let stream = String::from_utf8_lossy(stream).replace("\r\n", "\n").replace('\r', "\n");
-    let data = stream.rsplit("\n\n").map(|event| {
-        let lines = event.lines().filter_map(|line| line.strip_prefix("data:")).map(str::trim);
-        lines.filter(|line| *line != "[DONE]").collect::<Vec<_>>().join("\n")
-    });
-    let data = data.into_iter().find(|data| !data.is_empty()).unwrap_or_default();
-    json!({ "error": error_object(data.as_bytes(), status) }).to_string().into()
+    let data = each_data(&stream).filter(|data| !matches!(data.trim(), "" | "[DONE]")).last().unwrap_or_default();
+    json!({ "error": error_object(data.trim().as_bytes(), status) }).to_string().into()
 }
 
 /// The last events of a stream of the endpoint that ends with an error: this status and body of a response.

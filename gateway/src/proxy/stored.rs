@@ -12,6 +12,7 @@ use pointsman::protocol::{WorkerId, WorkerRank};
 use pointsman::{EngineClient as _, EngineGet, EngineHttpError, SessionId, WorkerEntry};
 use serde::Deserialize;
 
+use crate::formats::events::each_data;
 use crate::formats::openai::{ApiError, Endpoint, RESERVED, hashed};
 use crate::pools::model::Model;
 use crate::pools::models::Models;
@@ -109,9 +110,7 @@ fn response_id(start: &[u8]) -> Option<String> {
         let whole = serde_json::from_str::<Stored>(text).ok().map(|stored| stored.id);
         whole.or_else(|| Some(text.trim_start().strip_prefix("{\"id\":\"")?.split('"').next()?.to_owned()))
     } else {
-        let data = text.lines().skip_while(|line| !line.starts_with("data:"));
-        let data: Vec<_> = data.map_while(|line| line.strip_prefix("data:")).collect();
-        serde_json::from_str::<Event>(&data.join(" ")).ok().map(|event| event.response.id)
+        serde_json::from_str::<Event>(&each_data(text).next()?).ok().map(|event| event.response.id)
     };
     id.filter(|id| (1..=ID_BYTES_MAX).contains(&id.len()))
 }

@@ -6,6 +6,7 @@
 //! prefill engine generates.
 
 use super::object::{ObjectText, elements, with_changed_elements};
+use crate::formats::events::each_data;
 
 /// Lists of `logprobs`, one entry per token.
 const LISTS: [&str; 4] = ["tokens", "token_logprobs", "top_logprobs", "text_offset"];
@@ -38,7 +39,7 @@ impl PromptLogprobs {
     pub fn read(body: &str) -> Self {
         let mut read = Self::default();
         match body.trim_start().starts_with("data:") {
-            true => body.lines().filter_map(|line| line.strip_prefix("data:")).for_each(|event| read.add(event)),
+            true => each_data(body).for_each(|data| read.add(&data)),
             false => read.add(body),
         }
         read.0.iter_mut().for_each(ChoiceLists::drop_output);

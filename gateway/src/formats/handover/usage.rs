@@ -11,17 +11,18 @@ use axum::body::Bytes;
 
 use super::PromptLogprobs;
 use super::object::ObjectText;
+use crate::formats::events::{END_BYTES_MAX, IncompleteEvent, data, first_event_end, with_data};
 use crate::formats::json::with_changed_parts;
 
-/// Maximum size of a buffered body or event line. Longer ones pass unchanged.
+/// Maximum size of a buffered body or event. Longer ones pass unchanged.
 const BUFFERED_BYTES_MAX: usize = 16 << 20;
 
 /// Rewrites the cached tokens in the usage of a response that passes in frames.
 ///
 /// The length of the response changes, so that the caller removes `Content-Length`. Compressed responses pass unchanged.
 ///
-/// Frames may split the response anywhere. An event stream is delayed by at most one incomplete line; a JSON body is
-/// returned by [`finish`](Self::finish). Above 16 MiB a line or body passes unchanged. Other bytes never change, and
+/// Frames may split the response anywhere. An event stream is delayed by at most one incomplete event; a JSON body is
+/// returned by [`finish`](Self::finish). Above 16 MiB an event or body passes unchanged. Other bytes never change, and
 /// frames without usage are not copied.
 ///
 /// ```
@@ -30,17 +31,17 @@ const BUFFERED_BYTES_MAX: usize = 16 << 20;
 /// let mut rewriter = CachedTokensRewriter::new(true);
 /// let chunk = "data: {\"choices\":[]}\n\n";
 /// assert_eq!(rewriter.push(chunk.into(), Some(8)), chunk);
-/// let usage = rewriter.push("data: {\"usage\":{\"prompt_tokens\":9}}\n".into(), Some(8));
-/// let expected = "data: {\"usage\":{\"prompt_tokens\":9,\"prompt_tokens_details\":{\"cached_tokens\":8}}}\n";
+/// let usage = rewriter.push("data: {\"usage\":{\"prompt_tokens\":9}}\n\n".into(), Some(8));
+/// let expected = "data: {\"usage\":{\"prompt_tokens\":9,\"prompt_tokens_details\":{\"cached_tokens\":8}}}\n\n";
 /// assert_eq!(usage, expected);
 /// ```
 #[derive(Debug, Default)]
 pub struct CachedTokensRewriter {
     is_events: bool,
     bytes_max: usize,
-    /// Incomplete line, or the body up to now.
-    pending: Vec<u8>,
-    /// Whether the rest of the line or body passes unchanged.
+    /// Incomplete event, or the body up to now.
+    pending: IncompleteEvent,
+    /// Whether the rest of the event or body passes unchanged.
     is_too_long: bool,
     /// Parameters taken from the response, if they are wanted.
     taken: Option<Option<Bytes>>,
@@ -91,84 +92,81 @@ impl CachedTokensRewriter {
     }
 
     /// Accepts a frame and returns the bytes to send, which may be empty. The value of `cached_tokens` applies to the
-    /// lines that end in this frame; with `None` they remain unchanged.
+    /// events that end in this frame; with `None` they remain unchanged.
     pub fn push(&mut self, frame: Bytes, cached_tokens: Option<u32>) -> Bytes {
-        let is_line_end = |byte: &u8| *byte == b'\n';
-        let Some(last) = frame.iter().rposition(is_line_end).filter(|_| self.is_events) else {
-            return self.buffer(frame);
-        };
-        let (mut passing, mut lines, rest) = (Bytes::new(), frame.slice(..=last), frame.slice(last + 1..));
-        if std::mem::take(&mut self.is_too_long) {
-            passing = lines.split_to(lines.iter().position(is_line_end).map_or(0, |at| at + 1));
-        } else {
-            lines = joined(std::mem::take(&mut self.pending).into(), lines);
+        let mut events = Bytes::new();
+        match self.is_events {
+            true => events = self.pending.push(frame),
+            false => self.pending.0.extend_from_slice(&frame),
         }
-        if let Some(rewritten) = self.rewrite_lines(&lines, cached_tokens) {
-            lines = rewritten.into();
+        let mut passing = Bytes::new();
+        if self.is_too_long && !events.is_empty() {
+            passing = events.split_to(first_event_end(&events));
+            self.is_too_long = false;
         }
-        joined(joined(passing, lines), self.buffer(rest))
+        if let Some(rewritten) = self.rewrite_events(&events, cached_tokens) {
+            events = rewritten.into();
+        }
+        joined(joined(passing, events), self.excess())
     }
 
-    /// Whether [`push`](Self::push) of this frame completes a line that may have usage or probabilities, so that it needs
-    /// the values of the prefill leg.
+    /// Whether [`push`](Self::push) of this frame completes an event that may have usage or probabilities, so that it
+    /// needs the values of the prefill leg.
     pub fn needs_prefill(&self, frame: &[u8]) -> bool {
         let has_values = |bytes: &[u8]| {
             let adds_logprobs = self.logprobs.as_ref().is_some_and(|logprobs| logprobs.prompt.is_none());
             contains_object(bytes, USAGE) || (adds_logprobs && contains_object(bytes, LOGPROBS))
         };
-        let completes_line = self.is_events && frame.contains(&b'\n');
-        completes_line
-            && match self.pending.is_empty() {
+        self.is_events
+            && match self.pending.0.is_empty() {
                 true => has_values(frame),
-                false => has_values(&[&self.pending, frame].concat()),
+                false => self.pending.ends_with(frame) && has_values(&[&self.pending.0, frame].concat()),
             }
     }
 
-    /// The remaining bytes: an incomplete last line, or the body.
+    /// The remaining bytes: an incomplete last event, or the body.
     pub fn finish(&mut self, cached_tokens: Option<u32>) -> Bytes {
-        let pending = std::mem::take(&mut self.pending);
+        let pending = std::mem::take(&mut self.pending.0);
         if std::mem::take(&mut self.is_too_long) {
             return pending.into();
         }
         let rewritten = match self.is_events {
-            true => self.rewritten_line(&pending, cached_tokens),
+            true => self.rewritten_event(&pending, cached_tokens),
             false => self.rewritten_json(&pending, cached_tokens),
         };
         rewritten.unwrap_or(pending).into()
     }
 
-    /// Keeps a frame of an incomplete line or body. Returns the bytes that exceed the bound.
-    fn buffer(&mut self, frame: Bytes) -> Bytes {
-        if self.is_too_long || frame.is_empty() {
-            return frame;
-        }
-        if self.pending.len() + frame.len() <= self.bytes_max {
-            self.pending.extend_from_slice(&frame);
+    /// Removes what exceeds the bound. The end of an event remains visible.
+    fn excess(&mut self) -> Bytes {
+        let pending = &mut self.pending.0;
+        self.is_too_long |= pending.len() > self.bytes_max;
+        if !self.is_too_long {
             return Bytes::new();
         }
-        self.is_too_long = true;
-        joined(std::mem::take(&mut self.pending).into(), frame)
+        let rest = pending.split_off(pending.len().saturating_sub(END_BYTES_MAX));
+        std::mem::replace(pending, rest).into()
     }
 
-    /// Rewrites complete lines; `None` if none of them changes.
-    fn rewrite_lines(&mut self, lines: &[u8], cached_tokens: Option<u32>) -> Option<Vec<u8>> {
-        let has_usage = cached_tokens.is_some() && contains_object(lines, USAGE);
-        let has_parameters = self.taken.is_some() && contains_object(lines, PARAMETERS);
-        let has_logprobs = self.logprobs.is_some() && contains_object(lines, LOGPROBS);
+    /// Rewrites whole events; `None` if none of them changes.
+    fn rewrite_events(&mut self, events: &[u8], cached_tokens: Option<u32>) -> Option<Vec<u8>> {
+        let has_usage = cached_tokens.is_some() && contains_object(events, USAGE);
+        let has_parameters = self.taken.is_some() && contains_object(events, PARAMETERS);
+        let has_logprobs = self.logprobs.is_some() && contains_object(events, LOGPROBS);
         if !(has_usage || has_parameters || has_logprobs) {
             return None;
         }
-        let first = |lines: &[u8]| lines.iter().position(|byte| *byte == b'\n').map_or(lines.len(), |at| at + 1);
-        with_changed_parts(lines, first, |line| match line.len() <= self.bytes_max {
-            true => self.rewritten_line(line, cached_tokens),
+        with_changed_parts(events, first_event_end, |event| match event.len() <= self.bytes_max {
+            true => self.rewritten_event(event, cached_tokens),
             false => None,
         })
     }
 
-    /// Rewrites a line of an event stream; `None` if it does not change.
-    fn rewritten_line(&mut self, line: &[u8], tokens: Option<u32>) -> Option<Vec<u8>> {
-        let json = line.strip_prefix(b"data:")?;
-        self.rewritten_json(json, tokens).map(|json| [b"data:", &json[..]].concat())
+    /// Rewrites the data of an event; `None` if it does not change.
+    fn rewritten_event(&mut self, event: &[u8], tokens: Option<u32>) -> Option<Vec<u8>> {
+        let event = str::from_utf8(event).ok()?;
+        let json = self.rewritten_json(data(event)?.as_bytes(), tokens)?;
+        Some(with_data(event, str::from_utf8(&json).ok()?).into_bytes())
     }
 
     /// Rewrites a JSON response or event; `None` if it does not change.
@@ -249,12 +247,15 @@ const PARAMETERS: &[u8] = b"\"kv_transfer_params\"";
 const LOGPROBS: &[u8] = b"\"logprobs\"";
 
 /// Whether the bytes contain this field with an object. Quotes inside JSON strings are escaped, so that text content
-/// does not match.
+/// does not match. Several lines of data may lie between.
 fn contains_object(mut bytes: &[u8], field: &[u8]) -> bool {
+    fn value(bytes: &[u8]) -> &[u8] {
+        let bytes = bytes.trim_ascii_start();
+        bytes.strip_prefix(b"data:").map_or(bytes, value)
+    }
     while let Some(at) = bytes.windows(field.len()).position(|window| window == field) {
         bytes = &bytes[at + field.len()..];
-        let value = bytes.trim_ascii_start().strip_prefix(b":").map(<[u8]>::trim_ascii_start);
-        if value.is_some_and(|value| value.starts_with(b"{")) {
+        if value(bytes).strip_prefix(b":").is_some_and(|bytes| value(bytes).starts_with(b"{")) {
             return true;
         }
     }

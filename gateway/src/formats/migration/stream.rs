@@ -13,6 +13,7 @@ use serde_json::value::RawValue;
 use super::chunk::{Choice, Chunk, Usage};
 use super::request::{ResumableRequest, SentOutput};
 use super::unread::UnreadFrames;
+use crate::formats::events::{IncompleteEvent, data, first_event_end};
 use crate::formats::handover::object::ObjectText;
 use crate::formats::json::{position, spliced, with_changed_parts};
 
@@ -76,7 +77,7 @@ pub struct StreamJoiner {
     /// Events that have passed and are not read yet.
     unread: UnreadFrames,
     /// Start of an incomplete event.
-    held: Vec<u8>,
+    held: IncompleteEvent,
     /// Tokens of earlier attempts; `None` in the first one.
     resumed_after: Option<u32>,
     /// Whether the stream passes unchanged from here on.
@@ -109,19 +110,14 @@ impl StreamJoiner {
         if self.passes {
             return frame;
         }
-        if self.held.is_empty() {
-            let end = events_end(&frame, 0);
-            self.hold(&frame[end..]);
-            let events = self.accept(frame.slice(..end));
-            return self.joined(events);
+        let events = self.held.push(frame);
+        let rest = &self.held.0;
+        let is_unknown = rest.windows(2).any(|pair| pair[0] == b'\r' && pair[1] != b'\n');
+        if rest.len() > EVENT_BYTES_MAX || is_unknown {
+            self.end_resumability(StreamState::Unsound);
+            self.passes = true;
         }
-        let scanned = self.held.len().saturating_sub(3);
-        self.held.extend_from_slice(&frame);
-        let end = events_end(&self.held, scanned);
-        let mut events = std::mem::take(&mut self.held);
-        let rest = events.split_off(end);
-        self.hold(&rest);
-        let events = self.accept(events.into());
+        let events = self.accept(events);
         self.joined(events)
     }
 
@@ -161,14 +157,14 @@ impl StreamJoiner {
 
     /// Accepts the regular end of an attempt and returns the last bytes for the client.
     pub fn finish(&mut self) -> Bytes {
-        let rest = std::mem::take(&mut self.held);
+        let rest = std::mem::take(&mut self.held.0);
         self.accept(rest.into())
     }
 
     /// Starts the stream of the next attempt. The incomplete event of the previous one is dropped.
     pub fn resume(&mut self) {
         self.catch_up();
-        self.held.clear();
+        self.held.0.clear();
         self.error.clear();
         // Without a chunk, the next attempt is the first one for the client.
         self.resumed_after = self.first.is_some().then_some(self.output.tokens);
@@ -178,7 +174,7 @@ impl StreamJoiner {
     /// prompt; without it the usage is omitted.
     pub fn complete(&mut self, request: &ResumableRequest, prompt_tokens: Option<u32>) -> Bytes {
         self.catch_up();
-        self.held.clear();
+        self.held.0.clear();
         self.error.clear();
         (self.state, self.is_done) = (StreamState::Finished, true);
         let default_object = if request.is_chat { "\"chat.completion.chunk\"" } else { "\"text_completion\"" };
@@ -208,24 +204,14 @@ impl StreamJoiner {
         end.into()
     }
 
-    /// Withholds the start of an event.
-    fn hold(&mut self, rest: &[u8]) {
-        let is_unknown = rest.windows(2).any(|pair| pair[0] == b'\r' && pair[1] != b'\n');
-        if rest.len() > EVENT_BYTES_MAX || is_unknown {
-            self.end_resumability(StreamState::Unsound);
-            self.passes = true;
-        }
-        self.held.extend_from_slice(rest);
-    }
-
     /// The events, and the withheld bytes once the stream passes unchanged.
     fn joined(&mut self, events: Bytes) -> Bytes {
         let is_read = self.state == StreamState::Resumable || self.resumed_after.is_some();
         self.passes |= !is_read;
-        if !self.passes || self.held.is_empty() {
+        if !self.passes || self.held.0.is_empty() {
             return events;
         }
-        [&events[..], &std::mem::take(&mut self.held)].concat().into()
+        [&events[..], &std::mem::take(&mut self.held.0)].concat().into()
     }
 
     fn end_resumability(&mut self, state: StreamState) {
@@ -250,12 +236,10 @@ impl StreamJoiner {
             self.end_resumability(StreamState::Unsound);
             return None;
         };
-        let mut lines = text.lines().filter_map(|line| line.strip_prefix("data:"));
-        let data = lines.next().map(str::trim)?;
-        if lines.next().is_some() {
-            let joined: Vec<_> = text.lines().filter_map(|line| line.strip_prefix("data:")).collect();
-            return self.step(format!("data: {}\n\n", joined.join(" ")).as_bytes());
-        }
+        let data = match data(text)? {
+            Cow::Borrowed(data) => data.trim(),
+            Cow::Owned(data) => return self.step(format!("data: {}\n\n", data.replace('\n', " ")).as_bytes()),
+        };
         if data.is_empty() {
             return None;
         }
@@ -375,25 +359,4 @@ fn is_server_error(event: &[u8]) -> bool {
     let mut reader = AnswerReader::new(AnswerKind::Events);
     reader.read(event);
     matches!(reader.error_status(), Some(429 | 500..))
-}
-
-/// End of the last whole event; 0 without one. The events before `from` are known to be incomplete.
-fn events_end(bytes: &[u8], from: usize) -> usize {
-    let is_end = |at: &usize| {
-        let before = bytes[..*at].strip_suffix(b"\n").map(|line| line.strip_suffix(b"\r").unwrap_or(line));
-        before.is_some_and(|before| before.ends_with(b"\n"))
-    };
-    (from + 1..=bytes.len()).rev().find(is_end).unwrap_or(0)
-}
-
-/// End of the first event, or of the bytes.
-fn first_event_end(bytes: &[u8]) -> usize {
-    let mut at = 0;
-    for line in bytes.split_inclusive(|byte| *byte == b'\n') {
-        at += line.len();
-        if matches!(line, b"\n" | b"\r\n") {
-            break;
-        }
-    }
-    at
 }

@@ -79,6 +79,16 @@ fn frames_with_probabilities_wait_for_the_prefill_leg() {
     assert!(!CachedTokensRewriter::new(true).needs_prefill(frame.as_bytes()), "not wanted");
 }
 
+#[test]
+fn lines_of_data_are_joined() {
+    let (prefill, decode, merged) = stream();
+    let in_lines = |stream: &str| stream.replace(",\"logprobs\":", ",\ndata: \"logprobs\":\ndata:");
+    let frame = in_lines(&decode);
+    assert!(CachedTokensRewriter::new(true).adding_logprobs().needs_prefill(frame.as_bytes()));
+    let sent = rewriter(&in_lines(&prefill)).push(frame.into(), None);
+    assert_eq!(str::from_utf8(&sent), Ok(&*in_lines(&merged)));
+}
+
 proptest! {
     #[test]
     fn the_first_probabilities_of_a_stream_change_wherever_frames_split(split in 0..400_usize) {

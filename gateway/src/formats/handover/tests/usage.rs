@@ -52,6 +52,13 @@ fn cached_tokens_are_replaced_or_added() {
         for (start, end) in [("data: ", "\n\n"), ("data:", "\r\n\r\n"), ("event: e\nid: 1\ndata: ", "")] {
             assert_eq!(events(&format!("{start}{input}{end}")), format!("{start}{expected}{end}"));
         }
+        for line_end in ["\n", "\r\n"] {
+            let in_lines = |json: &str| {
+                let json = json.replacen("\":{", &format!("\":{line_end}data:{line_end}data: {{"), 1);
+                format!("data: {json}{line_end}{line_end}")
+            };
+            assert_eq!(events(&in_lines(input)), in_lines(expected));
+        }
     }
 }
 
@@ -85,8 +92,8 @@ fn frames_without_usage_share_their_memory() {
 }
 
 #[test]
-fn long_lines_and_bodies_pass_unchanged() {
-    let usage = "data: {\"usage\":{\"prompt_tokens\":9}}\n";
+fn long_events_and_bodies_pass_unchanged() {
+    let usage = "data: {\"usage\":{\"prompt_tokens\":9}}\n\n";
     let long = usage.replace('9', "9999");
     let changed = events(usage);
     let input = format!("{usage}{long}{usage}");
@@ -113,7 +120,11 @@ fn line() -> impl Strategy<Value = String> {
         Just("[DONE]".to_owned()),
         ".{0,12}",
     ];
-    (prop_oneof![Just("data: "), Just("data:"), Just("event: "), Just("")], data, prop_oneof![Just("\n"), Just("\r\n")])
+    (
+        prop_oneof![Just("data: "), Just("data:"), Just("event: "), Just("")],
+        data,
+        prop_oneof![Just("\n"), Just("\r\n"), Just("\n\n"), Just("\r\n\r\n")],
+    )
         .prop_map(|(start, data, end)| format!("{start}{data}{end}"))
 }
 
