@@ -1,6 +1,6 @@
 //! Streamed response that moves to another rank when its engine fails.
 //!
-//! [`Migrating`] is the body of the client. Its inner [`Answer`] follows one attempt and returns the failure; the booking of
+//! [`MigratingBody`] is the body of the client. Its inner [`Answer`] follows one attempt and returns the failure; the booking of
 //! the failed attempt has ended then, and its outcome is reported. The resumption uses the attempt loop with the resume
 //! body and excludes the workers that failed. The number of resumptions per response is limited. The budget of retries does
 //! not count them: it is a share of the latest requests, and most streams of a failed engine can be older. The client
@@ -8,13 +8,14 @@
 //! [`crate::formats::migration`] has the rules and joins the streams.
 
 use std::collections::BTreeSet;
+use std::pin::Pin;
 use std::sync::Arc;
+use std::task::{Context, Poll, ready};
 
 use axum::body::Bytes;
 use axum::http::HeaderMap;
-use futures_util::stream::unfold;
+use futures_util::future::BoxFuture;
 use http_body::{Body, Frame};
-use http_body_util::{BodyExt as _, StreamBody};
 use pointsman::config::OnTargetMiss;
 use pointsman::protocol::{Engine, WorkerRank};
 use pointsman::{AnswerKind, Prompt};
@@ -61,6 +62,14 @@ pub(super) struct Migration {
 }
 
 /// Body polled by the client's connection: the joined streams of all attempts.
+pub(super) struct MigratingBody {
+    /// Absent while the next attempt starts.
+    streaming: Option<Box<Migrating>>,
+    /// Returns the last bytes as well, for a response that ends without another attempt.
+    resuming: Option<BoxFuture<'static, (Box<Migrating>, Bytes)>>,
+}
+
+/// State of the response.
 pub(super) struct Migrating {
     context: Arc<RequestContext>,
     answer: Answer<ResponseStart>,
@@ -74,16 +83,16 @@ pub(super) struct Migrating {
     has_ended: bool,
 }
 
-impl Migrating {
+impl MigratingBody {
     /// The length is unknown, because later attempts change it.
-    pub(super) fn body(
+    pub(super) fn new(
         context: &Arc<RequestContext>,
         answer: Answer<ResponseStart>,
         migration: Box<Migration>,
         rank: WorkerRank,
-    ) -> impl Body<Data = Bytes, Error = Cut> + Send + Unpin + use<> {
+    ) -> Self {
         let tokens_max = context.settings.gateway.stream_migration_tokens_max;
-        let migrating = Box::new(Self {
+        let streaming = Box::new(Migrating {
             context: Arc::clone(context),
             answer: answer.deferring_cuts(),
             joiner: StreamJoiner::new(tokens_max),
@@ -93,36 +102,67 @@ impl Migrating {
             failed: BTreeSet::new(),
             has_ended: false,
         });
-        let next = |mut migrating: Box<Self>| async move { Some((migrating.next().await?, migrating)) };
-        StreamBody::new(Box::pin(unfold(migrating, next)))
+        Self { streaming: Some(streaming), resuming: None }
     }
+}
 
-    async fn next(&mut self) -> Option<Result<Frame<Bytes>, Cut>> {
+impl Body for MigratingBody {
+    type Data = Bytes;
+    type Error = Cut;
+
+    fn poll_frame(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
+        loop {
+            if let Some(resuming) = &mut self.resuming {
+                let (migrating, bytes) = ready!(resuming.as_mut().poll(context));
+                (self.streaming, self.resuming) = (Some(migrating), None);
+                if !bytes.is_empty() {
+                    return Poll::Ready(Some(Ok(Frame::data(bytes))));
+                }
+            }
+            let Some(migrating) = &mut self.streaming else { return Poll::Ready(None) };
+            match ready!(migrating.poll_frame(context)) {
+                Some(Err(cut)) if !migrating.has_ended => {
+                    self.resuming = self.streaming.take().map(|migrating| Box::pin(migrating.failed_with(cut)) as _);
+                }
+                frame => return Poll::Ready(frame),
+            }
+        }
+    }
+}
+
+impl Migrating {
+    /// The next frame, or the failure of the attempt.
+    fn poll_frame(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
         while !self.has_ended {
-            let polled = match self.joiner.has_failed() {
-                true => Some(Err(self.answer.fail())),
-                false => self.answer.frame().await,
-            };
-            let bytes = match polled {
+            if self.joiner.has_failed() {
+                return Poll::Ready(Some(Err(self.answer.fail())));
+            }
+            let bytes = match ready!(Pin::new(&mut self.answer).poll_frame(context)) {
                 Some(Ok(frame)) => match frame.into_data() {
                     Ok(data) => self.joiner.push(data),
-                    Err(trailers) => return Some(Ok(trailers)),
+                    Err(trailers) => return Poll::Ready(Some(Ok(trailers))),
                 },
                 None => {
                     self.has_ended = true;
                     self.joiner.finish()
                 }
-                Some(Err(cut)) => match self.resume().await {
-                    Ok(end) => end,
-                    Err(result) => self.give_up(result, cut).await,
-                },
+                Some(Err(cut)) => return Poll::Ready(Some(Err(cut))),
             };
             if !bytes.is_empty() {
-                return Some(Ok(Frame::data(bytes)));
+                return Poll::Ready(Some(Ok(Frame::data(bytes))));
             }
         }
         // The failure, if any.
-        self.answer.frame().await
+        Pin::new(&mut self.answer).poll_frame(context)
+    }
+
+    /// Resumes or ends the response after the failure of an attempt. Returns the last bytes of one that has ended.
+    async fn failed_with(mut self: Box<Self>, cut: Cut) -> (Box<Self>, Bytes) {
+        let bytes = match self.resume().await {
+            Ok(end) => end,
+            Err(result) => self.give_up(result, cut).await,
+        };
+        (self, bytes)
     }
 
     /// Places the resume request and waits for the start of its response. Returns the last bytes of a response that is

@@ -59,7 +59,7 @@ pub(crate) use exchange::checked_kind;
 pub(crate) use failure::failure_outcome;
 use heartbeats::{Heartbeats, kept_alive};
 use messages::{Translation, converted_error};
-use migration::{Migrating, Migration};
+use migration::{MigratingBody, Migration};
 use refusal::Refusal;
 
 /// Place of the prefill, in responses of models with a prefill pool.
@@ -211,7 +211,7 @@ fn start_response(
         Some(migration) => {
             // The length changes with the events of other attempts.
             headers.remove(CONTENT_LENGTH);
-            Corrected::body(Migrating::body(context, answer, migration, rank), is_events, corrections)
+            Corrected::body(MigratingBody::new(context, answer, migration, rank), is_events, corrections)
         }
     };
     headers.extend(limits);

@@ -1,14 +1,19 @@
 //! Frames of a stream that have passed and may have to be read later.
 //!
-//! Each frame is kept as its difference from the one before it, which is the text of a token in most streams. The cost of
-//! a frame is a comparison of bytes, and a thousand of them take a few kilobytes. Frames are copied, because each refers
-//! to the whole buffer of its read.
+//! Most frames of a stream differ in one place, the text of a token. A frame is kept as its difference from a template,
+//! an earlier frame, whose bytes around that place are equal. The cost of a frame is two comparisons and the copy of a few
+//! bytes, and a thousand of them take a few kilobytes. Frames are copied, because each refers to the whole buffer of its
+//! read.
 
-/// Number of bytes that are compared at once.
-const STRIDE: usize = 16;
+/// Maximum length of a frame, below the numbers of other entries.
+const FRAME_BYTES_MAX: usize = 0xff00;
 
-/// Maximum length of a frame, so that lengths have two bytes.
-const FRAME_BYTES_MAX: usize = u16::MAX as usize;
+/// Maximum length of a difference. With a longer one, the frame becomes the template.
+const DIFFERENCE_BYTES_MAX: usize = 128;
+
+/// Entries in place of a length: new numbers of equal bytes, and a template.
+const EQUAL: usize = 0xffff;
+const TEMPLATE: usize = 0xfffe;
 
 /// Text of every chunk, and text that may be an error.
 const CHUNK: &str = "\"choices\"";
@@ -19,80 +24,113 @@ const END: &[u8] = b"data: [DONE]\n\n";
 
 #[derive(Clone, Debug, Default)]
 pub(super) struct UnreadFrames {
-    last: Vec<u8>,
-    /// Position after [`CHUNK`] in the last frame.
+    template: Vec<u8>,
+    /// Position after [`CHUNK`] in the template; 0 without one.
     chunk_end: usize,
+    /// Numbers of bytes at the start and at the end that all frames since the template have.
+    equal: (usize, usize),
     has_end: bool,
-    /// Per frame the lengths of the start that equals the last frame's, of the difference, and of the equal end; then the
-    /// difference.
-    differences: Vec<u8>,
+    /// Per frame the length of the difference and its bytes, and other entries.
+    entries: Vec<u8>,
 }
 
 impl UnreadFrames {
-    /// Size in bytes without the last frame.
+    /// Size in bytes without the template.
     pub(super) fn bytes(&self) -> usize {
-        self.differences.len()
+        self.entries.len()
     }
 
     /// Adds a frame of chunks without an error, or the first end mark. Returns whether it is one; others are not added.
     pub(super) fn push(&mut self, frame: &[u8]) -> bool {
-        let Ok(text) = str::from_utf8(frame) else { return false };
-        let is_second_end = frame.ends_with(END) && std::mem::replace(&mut self.has_end, true);
-        if frame.len() > FRAME_BYTES_MAX || is_second_end {
+        if frame.len() > FRAME_BYTES_MAX || (frame.ends_with(END) && std::mem::replace(&mut self.has_end, true)) {
             return false;
         }
-        let start = equal_start(&self.last, frame);
-        let end = equal_end(&self.last[start..], &frame[start..]);
-        let changed = start..frame.len() - end;
-        if frame == END {
-            self.chunk_end = 0;
-        } else if self.chunk_end == 0 || changed.start < self.chunk_end {
-            let Some(at) = text.find(CHUNK).filter(|_| !text.contains(ERROR)) else { return false };
-            self.chunk_end = at + CHUNK.len();
-        } else {
-            // The last frame has no error, so that a new one begins or ends in the difference.
-            let context = changed.start.saturating_sub(ERROR.len())..frame.len().min(changed.end + ERROR.len());
-            if frame[context].windows(ERROR.len()).any(|bytes| bytes == ERROR.as_bytes()) {
-                return false;
+        if !self.has_equal_ends(frame) {
+            let (template, (start, end)) = (&self.template, self.equal);
+            let start = equal(&template[..start], frame);
+            let end = equal(template[template.len() - end..].iter().rev(), frame[start..].iter().rev());
+            let is_similar = frame.len() - start - end <= DIFFERENCE_BYTES_MAX;
+            if !is_similar || self.chunk_end == 0 || start < self.chunk_end {
+                return self.set_template(frame);
             }
+            self.equal = (start, end);
+            [EQUAL, start, end].iter().for_each(|number| self.add(*number));
         }
-        for length in [start, changed.len(), end] {
-            self.differences.extend_from_slice(&u16::try_from(length).unwrap_or(u16::MAX).to_le_bytes());
+        let (start, end) = (self.equal.0, frame.len() - self.equal.1);
+        // The template has no error, so that a new one begins or ends in the difference.
+        if has_error(&frame[start.saturating_sub(ERROR.len())..frame.len().min(end + ERROR.len())]) {
+            return false;
         }
-        self.differences.extend_from_slice(&frame[changed]);
-        self.last.clear();
-        self.last.extend_from_slice(frame);
+        self.add(end - start);
+        self.entries.extend_from_slice(&frame[start..end]);
         true
+    }
+
+    fn has_equal_ends(&self, frame: &[u8]) -> bool {
+        let (template, (start, end)) = (&self.template, self.equal);
+        let is_similar = frame.len().checked_sub(start + end).is_some_and(|length| length <= DIFFERENCE_BYTES_MAX);
+        self.chunk_end > 0
+            && is_similar
+            && frame[..start] == template[..start]
+            && frame.ends_with(&template[template.len() - end..])
+    }
+
+    fn set_template(&mut self, frame: &[u8]) -> bool {
+        let Ok(text) = str::from_utf8(frame) else { return false };
+        self.chunk_end = match text.find(CHUNK) {
+            Some(at) if !text.contains(ERROR) => at + CHUNK.len(),
+            None if frame == END => 0,
+            _ => return false,
+        };
+        self.template.clear();
+        self.template.extend_from_slice(frame);
+        self.equal = (frame.len(), frame.len());
+        [TEMPLATE, frame.len()].iter().for_each(|number| self.add(*number));
+        self.entries.extend_from_slice(frame);
+        true
+    }
+
+    fn add(&mut self, number: usize) {
+        self.entries.extend_from_slice(&u16::try_from(number).unwrap_or(u16::MAX).to_le_bytes());
     }
 
     /// Removes and returns all frames in order.
     pub(super) fn take(&mut self) -> Vec<Vec<u8>> {
-        let Self { differences, .. } = std::mem::take(self);
-        let (mut rest, mut frames) = (&differences[..], Vec::<Vec<u8>>::new());
-        while let Some((lengths, bytes)) = rest.split_at_checked(6) {
-            let length = |n: usize| usize::from(u16::from_le_bytes([lengths[2 * n], lengths[2 * n + 1]]));
-            let (changed, after) = bytes.split_at(length(1));
-            let last = frames.last().map_or(&[][..], |last| last);
-            frames.push([&last[..length(0)], changed, &last[last.len() - length(2)..]].concat());
-            rest = after;
+        let Self { entries, .. } = std::mem::take(self);
+        let (mut rest, mut frames) = (&entries[..], Vec::new());
+        let (mut template, mut start, mut end) = (&[][..], 0, 0);
+        while !rest.is_empty() {
+            match next_number(&mut rest) {
+                EQUAL => (start, end) = (next_number(&mut rest), next_number(&mut rest)),
+                TEMPLATE => {
+                    let length = next_number(&mut rest);
+                    (template, rest) = rest.split_at(length);
+                    (start, end) = (length, length);
+                    frames.push(template.to_vec());
+                }
+                length => {
+                    let (difference, after) = rest.split_at(length);
+                    frames.push([&template[..start], difference, &template[template.len() - end..]].concat());
+                    rest = after;
+                }
+            }
         }
         frames
     }
 }
 
-/// Number of equal bytes at the start.
-fn equal_start(one: &[u8], other: &[u8]) -> usize {
-    let strides = one.chunks_exact(STRIDE).zip(other.chunks_exact(STRIDE)).take_while(|(one, other)| one == other);
-    let whole = strides.count() * STRIDE;
-    whole + one[whole..].iter().zip(&other[whole..]).take_while(|(one, other)| one == other).count()
+fn next_number(entries: &mut &[u8]) -> usize {
+    entries.split_off(..2).map_or(0, |number| usize::from(u16::from_le_bytes([number[0], number[1]])))
 }
 
-/// Number of equal bytes at the end.
-fn equal_end(one: &[u8], other: &[u8]) -> usize {
-    let strides = one.rchunks_exact(STRIDE).zip(other.rchunks_exact(STRIDE)).take_while(|(one, other)| one == other);
-    let whole = strides.count() * STRIDE;
-    let (one, other) = (&one[..one.len() - whole], &other[..other.len() - whole]);
-    whole + one.iter().rev().zip(other.iter().rev()).take_while(|(one, other)| one == other).count()
+/// Number of equal items at the start.
+fn equal<'a>(one: impl IntoIterator<Item = &'a u8>, other: impl IntoIterator<Item = &'a u8>) -> usize {
+    one.into_iter().zip(other).take_while(|(one, other)| one == other).count()
+}
+
+/// Whether the bytes contain [`ERROR`]. Of two neighbours in it, one is at an odd position and an `r`.
+fn has_error(bytes: &[u8]) -> bool {
+    bytes.chunks_exact(2).any(|pair| pair[1] == b'r') && bytes.windows(ERROR.len()).any(|part| part == ERROR.as_bytes())
 }
 
 #[cfg(test)]
@@ -104,11 +142,11 @@ mod tests {
     proptest! {
         #[test]
         fn frames_are_returned_as_they_were(
-            frames in prop::collection::vec(("[ab]{0,40}", "[abr]{0,3}|error", "[ab]{0,40}"), 0..20),
+            frames in prop::collection::vec(("[ab]{0,40}", "[abr]{0,3}|error", "[ab]{0,40}", 1..3_usize), 0..20),
         ) {
             let (mut unread, mut kept) = (UnreadFrames::default(), Vec::new());
-            for (start, middle, end) in frames {
-                let frame = format!("{start}\"choices\"{middle}er{middle}{end}");
+            for (start, middle, end, times) in frames {
+                let frame = format!("{start}\"choices\"{middle}er{middle}{end}").repeat(times);
                 prop_assert_eq!(unread.push(frame.as_bytes()), !frame.contains("error"), "{}", frame);
                 if !frame.contains("error") {
                     kept.push(frame.into_bytes());
