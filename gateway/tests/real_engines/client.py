@@ -10,6 +10,10 @@ Two in seven prompts have a salt, and with vLLM two an adapter. 5 % of the reque
 client cancels. Occasionally three requests that generate the same tokens run concurrently; these are counted and
 compared afterwards. Every tenth prompt is also sent to the engine that was not chosen, bypassing the gateway. The index
 is audited every second. SIGINT ends the run early, with a comparison of the requests sent so far.
+
+SGLang publishes the evictions of a step after its answers. A prediction that is too high counts as `evicted`, not as
+`different`, only if the engine's events show it: the first missing block was held when the request was sent, and was
+removed and stored again afterwards.
 """
 
 import collections
@@ -23,6 +27,8 @@ import threading
 import time
 import typing
 
+import msgspec
+import zmq
 from fleet import (AUTHORIZED, BLOCK, ENGINES, MODEL, VOCABULARY, call, make_adapters, make_model, start_engine,
                    start_gateway, start_sglang)
 
@@ -40,6 +46,60 @@ class Prompt(typing.NamedTuple):
         """Names that separate the blocks, as the admin API expects them."""
         names = {"cache_salt": self.salt, "lora_name": self.adapter}
         return {name: value for name, value in names.items() if value}
+
+
+class Events:
+    """Events that an engine has published so far, by block."""
+
+    def __init__(self, endpoint):
+        self.names, self.history, self.removed = {}, collections.defaultdict(list), 0
+        self.socket = zmq.Context.instance().socket(zmq.SUB)
+        self.socket.setsockopt(zmq.SUBSCRIBE, b"")
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.connect(endpoint)
+        threading.Thread(target=self.record, daemon=True).start()
+
+    def record(self):
+        while True:
+            batch, now = msgspec.msgpack.decode(self.socket.recv_multipart()[2]), time.monotonic()
+            for event in batch[1]:
+                for name in event.get("block_hashes", ()):
+                    self.history[name].append((now, event["type"]))
+                if event["type"] == "BlockRemoved":
+                    self.removed += len(event["block_hashes"])
+                elif event["type"] == "BlockStored":
+                    self.name(event, event["parent_block_hash"])
+
+    def name(self, event, behind):
+        keys = [event.get("cache_salt"), *((event.get("extra_keys") or [None])[0] or ())]
+        for n, name in enumerate(event["block_hashes"]):
+            tokens = tuple(event["token_ids"][n * BLOCK : (n + 1) * BLOCK])
+            self.names[behind or frozenset(filter(None, keys)), tokens] = behind = name
+
+    def around(self, prompt, tokens, since):
+        """Events of the block at this number of tokens: before a time, and after it."""
+        behind = frozenset(prompt.names().values())
+        for at in range(0, tokens + 1, BLOCK):
+            behind = self.names.get((behind, tuple(prompt.tokens[at : at + BLOCK])))
+        return [[kind for at, kind in self.history[behind] if (at < since) == is_before] for is_before in (True, False)]
+
+
+class Comparison:
+    """Predicted and delivered tokens. A prediction that is too high is compared with the events of the engine."""
+
+    def __init__(self, engines):
+        self.events = {f"http://127.0.0.1:{port}": Events(published["endpoint"]) for _, port, published in engines}
+        self.differences = []
+
+    def outcome(self, name, url, kind, prompt, since, predicted, delivered):
+        if predicted == delivered:
+            return "equal"
+        before, after = self.events[url].around(prompt, min(predicted, delivered), since)
+        if predicted > delivered and before[-1:] + after[:2] == ["BlockStored", "BlockRemoved", "BlockStored"]:
+            return "evicted"
+        self.differences.append(f"{name} ({kind}, {described(prompt)}) of {url}: index {predicted}, engine {delivered}, "
+                                f"events of the first other block before it {before[-3:]}, after it {after[:3]}")
+        return "different"
 
 
 def complete(port, prompt, max_tokens, request_id=None):
@@ -148,7 +208,7 @@ def main():
 
 def compare(listen, admin, access, engines, count, prompts):
     begun, sent, cancelled, asked, others = time.monotonic(), 0, 0, {}, collections.Counter()
-    differences, kinds = [], collections.Counter()
+    comparison, kinds = Comparison(engines), collections.Counter()
     log, is_stopped = None, threading.Event()
     signal.signal(signal.SIGINT, lambda *_: is_stopped.set())
     ports = {f"http://127.0.0.1:{port}": port for _, port, _ in engines}
@@ -168,24 +228,21 @@ def compare(listen, admin, access, engines, count, prompts):
             cancelled += 1
             time.sleep(0.1)
             continue
-        name = f"request-{sent}"
+        name, since = f"request-{sent}", time.monotonic()
         known = overlaps(admin, prompt) if sent % 10 == 0 else None
         complete(listen, prompt, prompts.dice.randint(1, 4), name)
-        asked[name] = (kind, prompt)
+        asked[name] = (kind, prompt, since)
         log = log or access.open()
         chosen = line_of(log, name)["worker"]
-        settle(admin, ids[chosen], prompt)
+        settle(listen, admin, ids[chosen], prompt, comparison)
         if known is None:
             continue
         for url, port in ports.items():
             if url != chosen:
                 predicted = min(overlap_of(known, ids[url]) * BLOCK, reusable(prompt.tokens))
                 delivered = complete(port, prompt, 1)
-                others["equal" if predicted == delivered else "different"] += 1
-                if predicted != delivered:
-                    differences.append(f"{name} ({kind}, {described(prompt)}), asked of {url} too: "
-                                       f"index {predicted}, engine {delivered}")
-                settle(admin, ids[url], prompt)
+                settle(listen, admin, ids[url], prompt, comparison)
+                others[comparison.outcome(name, url, kind, prompt, since, predicted, delivered)] += 1
     time.sleep(1)
     table = collections.defaultdict(collections.Counter)
     for line in map(json.loads, access.read_text().splitlines()):
@@ -193,38 +250,41 @@ def compare(listen, admin, access, engines, count, prompts):
         if name not in asked:
             kinds["concurrent, not compared"] += str(name).startswith("burst-")
             continue
-        kind, prompt = asked[name]
+        kind, prompt, since = asked[name]
         predicted, delivered = line["predicted_cached_tokens"] or 0, line["cached_tokens"] or 0
-        outcome = "equal" if predicted == delivered else "different"
-        table[kind][outcome] += 1
+        table[kind][comparison.outcome(name, line["worker"], kind, prompt, since, predicted, delivered)] += 1
         table[kind]["hits"] += delivered > 0
         table[kind]["salted"] += prompt.salt is not None
         table[kind]["adapted"] += prompt.adapter is not None
-        if outcome == "different":
-            differences.append(f"{name} ({kind}, {described(prompt)}): index {predicted}, engine {delivered}")
-    compared = sum(row["equal"] + row["different"] for row in table.values())
+    outcomes = ("equal", "evicted", "different")
+    compared = sum(row[outcome] for row in table.values() for outcome in outcomes)
     print(f"{sent} requests in {time.monotonic() - begun:.0f} s, {kinds['concurrent, not compared']} of them concurrent, "
           f"{cancelled} cancelled")
-    columns = ("hits", "salted", "adapted", "equal", "different")
+    columns = ("hits", "salted", "adapted", *outcomes)
     print(f"{'prompts':<12} {'requests':>9}" + "".join(f" {column:>9}" for column in columns))
     for kind, row in sorted(table.items()):
-        print(f"{kind:<12} {row['equal'] + row['different']:>9}" + "".join(f" {row[column]:>9}" for column in columns))
-    print(f"also sent to the other engine: {others['equal']} equal, {others['different']} different")
+        print(f"{kind:<12} {sum(row[outcome] for outcome in outcomes):>9}" + "".join(f" {row[column]:>9}" for column in columns))
+    print("also sent to the other engine: " + ", ".join(f"{others[outcome]} {outcome}" for outcome in outcomes))
     events = events_of(listen)
     print("\n".join(events))
-    differences += [line for line in events if line.startswith("pointsman_kv_audit_blocks_total")]
-    for line in differences:
+    comparison.differences += [line for line in events if line.startswith("pointsman_kv_audit_blocks_total")]
+    for line in comparison.differences:
         print("DIFFERENT:", line)
     if compared != len(asked):
         print(f"of {len(asked)} requests only {compared} are in the access log")
         return 1
-    return int(bool(differences))
+    return int(bool(comparison.differences))
 
 
-def settle(admin, worker, prompt):
-    """Waits for the events of a request: until the index has the complete blocks of its prompt, for 2 s at most."""
+def settle(listen, admin, worker, prompt, comparison):
+    """Waits, for 2 s at most, until the index has the complete blocks of a prompt and has applied the recorded removals."""
+    def has_settled():
+        removals = [int(line.split()[-1]) for line in events_of(listen) if 'result="removed"' in line or "_removal" in line]
+        is_stored = overlap_of(overlaps(admin, prompt), worker) >= len(prompt.tokens) // BLOCK
+        return is_stored and sum(removals) >= sum(events.removed for events in comparison.events.values())
+
     end = time.monotonic() + 2
-    while overlap_of(overlaps(admin, prompt), worker) < len(prompt.tokens) // BLOCK and time.monotonic() < end:
+    while not has_settled() and time.monotonic() < end:
         time.sleep(0.005)
 
 
