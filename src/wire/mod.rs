@@ -20,8 +20,7 @@
 //!   remove a block of the main attention that is still cached.
 //!
 //! Transport, sequence numbers, gaps and stream states belong to the reader of the stream; [`crate::index`] applies the
-//! events. Costs are measured by `pointsman-bench events`: in a store of 64-token blocks, tokens dominate, with more time
-//! for decoding than for hashing.
+//! events. In a store of 64-token blocks, tokens dominate the cost, with more time for decoding than for hashing.
 //!
 //! Limits: a store behind a salted block that this decoder has not decoded is treated as unsalted and matches nothing.
 //!

@@ -10,8 +10,7 @@
 //! - [`hold`]: a constant load on an embedded router for minutes, and its residue.
 //!
 //! Runs over time give a [`results::Run`], from which [`results`] computes the figures and warnings of one report.
-//! [`compare`] and [`suite`] compare policies and endpoints by it. [`events`] measures the processing of
-//! KV events alone.
+//! [`compare`] and [`suite`] compare policies and endpoints by it.
 //!
 //! The harness uses the router through its public API only.
 
@@ -22,7 +21,6 @@ use std::path::Path;
 pub mod compare;
 pub mod drill;
 pub mod engine;
-pub mod events;
 pub mod fleet;
 pub mod hold;
 pub mod load;

@@ -8,7 +8,6 @@ use metrics_exporter_prometheus::PrometheusBuilder;
 use pointsman_bench::Failed;
 use pointsman_bench::compare::Compare;
 use pointsman_bench::drill::Drill;
-use pointsman_bench::events::Events;
 use pointsman_bench::hold::Hold;
 use pointsman_bench::load::Load;
 use pointsman_bench::replay::Replay;
@@ -28,8 +27,6 @@ struct Arguments {
 enum Command {
     /// Replay a trace or a generated workload in a closed or an open loop and report the cost of routing
     Replay(Replay),
-    /// Measure decoding, hashing and indexing of KV events on one thread
-    Events(Events),
     /// Serve a workload on a simulated fleet in virtual time and report the latency for its users
     Simulate(Box<Simulate>),
     /// Simulate several policies on one workload, in pairs, with several seeds
@@ -54,7 +51,6 @@ fn main() -> ExitCode {
         Command::Replay(replay) => {
             replay.run(Embedded::start).and_then(|report| Ok(report.write(io::stdout(), replay.json)?))
         }
-        Command::Events(events) => events.run().and_then(|report| Ok(report.write(io::stdout(), events.json)?)),
         Command::Simulate(simulate) => simulate.run(io::stdout(), io::stderr()),
         Command::Compare(compare) => compare.run(io::stdout(), io::stderr()),
         Command::Suite(suite) => suite.run(io::stdout(), io::stderr()),
