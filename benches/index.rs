@@ -5,8 +5,8 @@
 //! over shared system prompts. Blocks have 64 tokens. Each request is sent to a pseudo-random rank, so that prefixes spread. Before the measurement, the caches
 //! are filled and evict blocks.
 //!
-//! Criterion measures stores, removals and queries per element. In addition, the distribution of single queries and the
-//! bytes per held block are printed once on stderr.
+//! Criterion measures stores, removals and queries per element. In addition, the distribution of single queries, the
+//! bytes per held block, and the share of blocks that queries find within a memory budget are printed once on stderr.
 
 #![expect(clippy::disallowed_types, reason = "a benchmark reads the clock")]
 
@@ -98,8 +98,9 @@ fn load() -> Load {
     Load { warm: steps, timed, prompts }
 }
 
-fn warmed(load: &Load) -> Index {
+fn warmed(load: &Load, budget_bytes: Option<u64>) -> Index {
     let mut index = Index::new();
+    index.set_budget(budget_bytes);
     for slot in 0..RANKS {
         index.register(rank(slot), Slot(slot as u32), Generation(1));
     }
@@ -146,15 +147,25 @@ fn churn(index: &mut Index, load: &Load) -> [Spent; 2] {
 fn repeat(load: &Load, blocks: u64, kind: usize) -> Duration {
     let (mut time, mut done) = (Duration::ZERO, 0);
     while done < blocks {
-        let spent = &churn(&mut warmed(load), load)[kind];
+        let spent = &churn(&mut warmed(load, None), load)[kind];
         time += spent.time;
         done += spent.blocks;
     }
     Duration::from_secs_f64(time.as_secs_f64() * blocks as f64 / done as f64)
 }
 
+/// Blocks that the queries find on all ranks.
+fn found_blocks(index: &Index, load: &Load) -> u64 {
+    let mut overlaps = Overlaps::default();
+    let found = load.prompts.iter().map(|prompt| {
+        index.overlaps(prompt, &mut overlaps);
+        overlaps.hits().iter().map(|hit| u64::from(hit.device_blocks)).sum::<u64>()
+    });
+    found.sum()
+}
+
 fn report(load: &Load) {
-    let mut index = warmed(load);
+    let mut index = warmed(load, None);
     let (bytes, held) = (index.bytes(), index.held_blocks());
     let mut overlaps = Overlaps::default();
     let mut times: Vec<_> = (load.prompts.iter())
@@ -166,6 +177,11 @@ fn report(load: &Load) {
         })
         .collect();
     times.sort_unstable();
+    let found = found_blocks(&index, load) as f64;
+    for divisor in [2, 4, 8] {
+        let share = found_blocks(&warmed(load, Some(index.bytes_used() as u64 / divisor)), load) as f64 / found;
+        eprintln!("within 1/{divisor} of {} bytes: finds {share:.3} of the blocks", index.bytes_used());
+    }
     let at = |percent: usize| times[(times.len() - 1) * percent / 100];
     churn(&mut index, load);
     eprintln!("device tier: {:?}", index.shape(StorageTier::Device));
@@ -185,7 +201,7 @@ fn bench(criterion: &mut Criterion) {
     group.bench_function("remove, per block", |bencher| {
         bencher.iter_custom(|blocks| repeat(&load, blocks, 1));
     });
-    let index = warmed(&load);
+    let index = warmed(&load, None);
     let mut overlaps = Overlaps::default();
     let mut prompts = load.prompts.iter().cycle();
     group.bench_function("query", |bencher| {
