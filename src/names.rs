@@ -1,6 +1,8 @@
 //! Enums whose values have names.
 
-/// Defines an enum: `Value = "name",` for each value.
+/// Defines an enum: `Value = "name",` for each value. The gateway uses it, too.
+#[doc(hidden)]
+#[macro_export]
 macro_rules! named {
     ($(#[$of:meta])* $vis:vis enum $type:ident { $($(#[$about:meta])* $value:ident = $name:literal,)* }) => {
         $(#[$of])*

@@ -8,30 +8,6 @@ macro_rules! names {
     ($($name:ident)*) => { &[$(stringify!($name)),*] };
 }
 
-/// An enum of plain values with their names.
-macro_rules! named {
-    ($(#[$of:meta])* $vis:vis enum $type:ident { $($(#[$about:meta])* $value:ident = $name:literal,)* }) => {
-        $(#[$of])*
-        $vis enum $type {
-            $($(#[$about])* $value,)*
-        }
-
-        impl $type {
-            /// All values.
-            #[allow(dead_code, reason = "of some enums only the names are used")]
-            $vis const ALL: [Self; [$($name),*].len()] = [$(Self::$value),*];
-
-            /// Name in labels and in the encodings.
-            $vis fn name(self) -> &'static str {
-                match self {
-                    $(Self::$value => $name,)*
-                }
-            }
-        }
-    };
-}
-pub(crate) use named;
-
 pub mod anthropic;
 pub(crate) mod events;
 pub mod handover;

@@ -1,8 +1,7 @@
 //! Definition of a metric: name, type, labels and description.
 
 use metrics::Unit;
-
-use crate::formats::named;
+use pointsman::internals::named;
 
 named! {
 /// Metric type.

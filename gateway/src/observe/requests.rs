@@ -4,13 +4,13 @@
 //! endpoint is counted exactly once; handles are looked up once, not per request; labels contain configured names only,
 //! never client input. The recorder defines buckets and renders the page.
 
+use pointsman::internals::named;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use metrics::{Counter, Gauge, Histogram};
 
-use crate::formats::named;
 use crate::formats::openai::Endpoint;
 use crate::observe::activity::Activity;
 use crate::observe::metric::metric_table;

@@ -1,12 +1,12 @@
 //! Metrics of transports, and the log lines of refused connections.
 
+use pointsman::internals::named;
 use std::fmt;
 use std::time::Duration;
 
 use metrics::{Counter, Gauge};
 use tokio::time::Instant;
 
-use crate::formats::named;
 use crate::observe::metric::metric_table;
 use crate::observe::throttle::LogThrottle;
 

@@ -1,12 +1,12 @@
 //! Settings of a model with a prefill pool and a decode pool.
 
+use pointsman::internals::named;
 use pointsman::{DisaggConfig, RouterConfig, SkipPolicy};
 
 use super::rules::Rules;
 use super::table::{Declared as _, settings};
 use super::{ModelSettings, Settings};
 use crate::formats::handover::Protocol;
-use crate::formats::named;
 
 settings! {
     /// `[models.disaggregation]`: the workers of this model decode, those of another model compute its prompts.

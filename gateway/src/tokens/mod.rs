@@ -25,6 +25,7 @@ mod template;
 pub(crate) mod tests;
 mod threads;
 
+use pointsman::internals::named;
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -34,7 +35,6 @@ use pointsman::hashing::MmSpan;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
-use crate::formats::named;
 use crate::formats::openai::{ChatParts, ClientPrompt, MediaName};
 use crate::net::upstream::WorkerAccess;
 use crate::observe::clock::unix_time;

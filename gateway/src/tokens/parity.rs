@@ -4,6 +4,7 @@
 //! periodically. No client text is sent or logged. The result of a worker stays in force until its next one; a worker
 //! that does not respond changes nothing.
 
+use pointsman::internals::named;
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -19,7 +20,6 @@ use super::meters::TokenMeters;
 use super::reason::NoTokens;
 use super::threads::{Job, Pool};
 use super::{AnyWorker, TokenSource};
-use crate::formats::named;
 use crate::formats::openai::ChatParts;
 
 /// Interval of checks for workers to compare with.

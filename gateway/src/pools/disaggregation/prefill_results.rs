@@ -1,5 +1,6 @@
 //! Counts of requests with two legs, for reports: by place of the prefill, and by pair of ranks.
 
+use pointsman::internals::named;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -7,7 +8,6 @@ use metrics::Counter;
 use parking_lot::Mutex;
 use pointsman::protocol::WorkerRank;
 
-use crate::formats::named;
 use crate::observe::metric::metric_table;
 
 metric_table! {

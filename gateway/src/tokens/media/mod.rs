@@ -11,6 +11,7 @@ pub(super) mod layout;
 pub(super) mod lengths;
 pub(super) mod placeholders;
 
+use pointsman::internals::named;
 use std::borrow::Cow;
 use std::sync::LazyLock;
 
@@ -21,7 +22,6 @@ use serde::{Deserialize, Deserializer};
 use serde_json::value::RawValue;
 
 use super::reason::NoTokens;
-use crate::formats::named;
 use crate::formats::openai::{ChatParts, MediaName};
 
 /// Maximum number of media parts of one conversation.
