@@ -195,7 +195,6 @@ impl Engine {
     pub(crate) fn set_faults(&self, faults: Faults) -> Result<(), MockError> {
         faults.validate().map_err(MockError::Config)?;
         self.faults.replace(faults);
-        self.ranks().iter().for_each(|rank| rank.wake());
         Ok(())
     }
 

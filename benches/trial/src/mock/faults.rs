@@ -76,9 +76,6 @@ pub struct Faults {
     /// Share of removals that are missing from the event messages, also from replayed ones. The cache evicts the block.
     #[arg(long = "fault-omit-removal-share", value_name = "SHARE", default_value_t = 0.0)]
     pub omit_removal_share: f64,
-    /// Holds back new event batches. They are neither numbered nor replayed until the pause ends.
-    #[arg(long = "fault-pause-publisher")]
-    pub pause_publisher: bool,
     /// Ignores replay requests.
     #[arg(long = "fault-mute-replay")]
     pub mute_replay: bool,

@@ -120,7 +120,7 @@ impl MockEngine {
         self.engine.ranks().iter().all(|rank| rank.is_quiet())
     }
 
-    /// Waits until [`MockEngine::is_quiet`]. Never returns while a paused publisher holds events back.
+    /// Waits until [`MockEngine::is_quiet`].
     pub async fn quiet(&self) {
         while !self.is_quiet() {
             for rank in self.engine.ranks().iter() {

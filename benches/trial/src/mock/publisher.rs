@@ -10,9 +10,6 @@ use bytes::{Bytes, BytesMut};
 
 use super::faults::{Fault, FaultBoard};
 
-/// Maximum number of batches that a paused publisher keeps; further ones are lost before they are numbered.
-const PAUSED_BATCHES_MAX: usize = 100_000;
-
 /// The byte that MessagePack never uses.
 const NEVER_USED: u8 = 0xc1;
 
@@ -31,8 +28,6 @@ pub(crate) struct Publisher {
     /// The latest messages, in order and without a gap.
     ring: VecDeque<EventMessage>,
     ring_messages_max: usize,
-    /// Batches held back by a pause.
-    paused: VecDeque<Bytes>,
     /// Delayed message, which is sent after the next one.
     overtaken: Option<EventMessage>,
 }
@@ -40,14 +35,7 @@ pub(crate) struct Publisher {
 impl Publisher {
     /// Creates a publisher whose first message has number 0.
     pub(crate) fn new(rank: u32, ring_messages_max: usize) -> Self {
-        Self {
-            rank,
-            sequence_next: 0,
-            ring: VecDeque::new(),
-            ring_messages_max,
-            paused: VecDeque::new(),
-            overtaken: None,
-        }
+        Self { rank, sequence_next: 0, ring: VecDeque::new(), ring_messages_max, overtaken: None }
     }
 
     /// Number of the next message.
@@ -55,37 +43,23 @@ impl Publisher {
         self.sequence_next
     }
 
-    /// Returns whether a pause holds back batches.
-    pub(crate) fn is_paused(&self) -> bool {
-        !self.paused.is_empty()
-    }
-
-    /// Returns whether no message is waiting.
-    pub(crate) fn is_drained(&self) -> bool {
-        self.paused.is_empty() && self.overtaken.is_none()
-    }
-
     /// Numbers and stores a batch, and appends the messages to send now to `out`.
     pub(crate) fn publish(&mut self, payload: Bytes, faults: &FaultBoard, out: &mut Vec<EventMessage>) {
-        if faults.get().pause_publisher {
-            if self.paused.len() < PAUSED_BATCHES_MAX {
-                self.paused.push_back(payload);
-            }
-            return;
+        let message = EventMessage { sequence: self.sequence_next, payload };
+        self.sequence_next += 1;
+        if self.ring.len() == self.ring_messages_max {
+            self.ring.pop_front();
         }
-        self.resume(faults, out);
-        self.number(payload, faults, out);
+        if self.ring_messages_max > 0 {
+            self.ring.push_back(message.clone());
+        }
+        self.send(message, faults, out);
+        debug_assert!(self.ring.len() <= self.ring_messages_max);
     }
 
-    /// Appends messages to send to `out`: those held back by a pause that has ended, and with `is_late_due` the delayed
-    /// one.
-    pub(crate) fn flush(&mut self, is_late_due: bool, faults: &FaultBoard, out: &mut Vec<EventMessage>) {
-        if !faults.get().pause_publisher {
-            self.resume(faults, out);
-        }
-        if is_late_due {
-            out.extend(self.overtaken.take());
-        }
+    /// The delayed message, if one is waiting.
+    pub(crate) fn take_late(&mut self) -> Option<EventMessage> {
+        self.overtaken.take()
     }
 
     /// Returns whether a delayed message is waiting.
@@ -98,25 +72,6 @@ impl Publisher {
         let first = self.ring.front().map_or(0, |message| message.sequence);
         let skipped = usize::try_from(sequence.saturating_sub(first)).unwrap_or(usize::MAX);
         self.ring.iter().skip(skipped).cloned().collect()
-    }
-
-    fn resume(&mut self, faults: &FaultBoard, out: &mut Vec<EventMessage>) {
-        while let Some(payload) = self.paused.pop_front() {
-            self.number(payload, faults, out);
-        }
-    }
-
-    fn number(&mut self, payload: Bytes, faults: &FaultBoard, out: &mut Vec<EventMessage>) {
-        let message = EventMessage { sequence: self.sequence_next, payload };
-        self.sequence_next += 1;
-        if self.ring.len() == self.ring_messages_max {
-            self.ring.pop_front();
-        }
-        if self.ring_messages_max > 0 {
-            self.ring.push_back(message.clone());
-        }
-        self.send(message, faults, out);
-        debug_assert!(self.ring.len() <= self.ring_messages_max);
     }
 
     fn send(&mut self, mut message: EventMessage, faults: &FaultBoard, out: &mut Vec<EventMessage>) {
@@ -203,7 +158,7 @@ mod tests {
             let board = board(faults);
             let mut publisher = Publisher::new(1, 1_000);
             let mut sent = published(&mut publisher, 100, &board);
-            publisher.flush(true, &board, &mut sent);
+            sent.extend(publisher.take_late());
             let struck = board.done()[&kind];
             assert!((15..45).contains(&struck), "{kind:?} {struck}");
             let replayed = publisher.replay(0);
@@ -220,33 +175,17 @@ mod tests {
                 Fault::Mangle => assert_eq!((count, kept), (100, 100 - struck)),
                 other => panic!("{other:?} is not the publisher's"),
             }
-            assert!(publisher.is_drained());
+            assert!(!publisher.holds_late());
         }
-    }
-
-    #[test]
-    fn a_pause_delays_numbering_and_keeps_the_order() {
-        let board = board(Faults { pause_publisher: true, ..Faults::default() });
-        let mut publisher = Publisher::new(0, 10);
-        let mut sent = published(&mut publisher, 3, &board);
-        publisher.flush(true, &board, &mut sent);
-        assert_eq!((sent.len(), publisher.sequence_next(), publisher.replay(0).len()), (0, 0, 0));
-        assert!(!publisher.is_drained());
-        board.replace(Faults::default());
-        publisher.publish(batch(3), &board, &mut sent);
-        assert_eq!(sent, (0..4).map(|n| EventMessage { sequence: n, payload: batch(n) }).collect::<Vec<_>>());
-        assert!(publisher.is_drained());
     }
 
     #[test]
     fn a_delayed_message_is_sent_after_the_next_or_when_due() {
         let board = board(Faults { reorder_share: 1.0, ..Faults::default() });
         let mut publisher = Publisher::new(0, 10);
-        let mut sent = published(&mut publisher, 1, &board);
-        publisher.flush(false, &board, &mut sent);
-        assert!(sent.is_empty() && publisher.holds_late() && !publisher.is_drained());
-        publisher.flush(true, &board, &mut sent);
-        assert_eq!(sequences(&sent), [0]);
+        let sent = published(&mut publisher, 1, &board);
+        assert!(sent.is_empty() && publisher.holds_late());
+        assert_eq!(publisher.take_late().map(|message| message.sequence), Some(0));
         assert_eq!(sequences(&published(&mut publisher, 4, &board)), [2, 1, 4, 3]);
     }
 }

@@ -185,11 +185,6 @@ impl RankDriver {
         is_cleared
     }
 
-    /// Wakes the driver, for example to send messages held back by a fault.
-    pub(crate) fn wake(&self) {
-        self.wake.notify_one();
-    }
-
     /// Ends all requests without a response and rejects new ones.
     pub(crate) fn stop(&self) {
         let mut state = self.lock();
@@ -220,11 +215,9 @@ impl RankDriver {
     }
 
     /// Messages in reply to a replay request, or the reply to an audit request, which is numbered like the next message.
-    /// Without a reply while the publisher is paused: the cache is then at no position of the stream.
     pub(crate) fn replay(&self, sequence: u64) -> Vec<EventMessage> {
         let state = self.lock();
         match state.ledger.reply(sequence) {
-            Some(_) if state.publisher.is_paused() => Vec::new(),
             Some(payload) => vec![EventMessage { sequence: state.publisher.sequence_next(), payload }],
             None => state.publisher.replay(sequence),
         }
@@ -238,7 +231,7 @@ impl RankDriver {
     /// Returns whether nothing is running and nothing is left to publish. True for a stopped rank.
     pub(crate) fn is_quiet(&self) -> bool {
         let state = self.lock();
-        let is_done = state.model.is_idle() && state.loose_events.is_empty() && state.publisher.is_drained();
+        let is_done = state.model.is_idle() && state.loose_events.is_empty() && !state.publisher.holds_late();
         state.is_stopped || (is_done && !state.is_busy)
     }
 
@@ -303,7 +296,9 @@ impl RankDriver {
             None => {
                 let mut messages = Vec::new();
                 state.batch(&[], &self.faults, &mut messages);
-                state.publisher.flush(is_late_due, &self.faults, &mut messages);
+                if is_late_due {
+                    messages.extend(state.publisher.take_late());
+                }
                 NextAction::Idle(messages)
             }
         }
