@@ -53,10 +53,8 @@ fn cached_tokens_are_replaced_or_added() {
             assert_eq!(events(&format!("{start}{input}{end}")), format!("{start}{expected}{end}"));
         }
         for line_end in ["\n", "\r\n"] {
-            let in_lines = |json: &str| {
-                let json = json.replacen("\":{", &format!("\":{line_end}data:{line_end}data: {{"), 1);
-                format!("data: {json}{line_end}{line_end}")
-            };
+            let middle = format!("\":{line_end}data:{line_end}data: {{");
+            let in_lines = |json: &str| format!("data: {}{line_end}{line_end}", json.replacen("\":{", &middle, 1));
             assert_eq!(events(&in_lines(input)), in_lines(expected));
         }
     }
@@ -120,12 +118,9 @@ fn line() -> impl Strategy<Value = String> {
         Just("[DONE]".to_owned()),
         ".{0,12}",
     ];
-    (
-        prop_oneof![Just("data: "), Just("data:"), Just("event: "), Just("")],
-        data,
-        prop_oneof![Just("\n"), Just("\r\n"), Just("\n\n"), Just("\r\n\r\n")],
-    )
-        .prop_map(|(start, data, end)| format!("{start}{data}{end}"))
+    let starts = prop_oneof![Just("data: "), Just("data:"), Just("event: "), Just("")];
+    let ends = prop_oneof![Just("\n"), Just("\r\n"), Just("\n\n"), Just("\r\n\r\n")];
+    (starts, data, ends).prop_map(|(start, data, end)| format!("{start}{data}{end}"))
 }
 
 proptest! {
