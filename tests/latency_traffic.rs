@@ -7,11 +7,11 @@ use std::collections::{BTreeMap, BinaryHeap};
 use std::time::Duration;
 
 use pointsman::policy::Policy;
-use pointsman::protocol::WorkerId;
+use pointsman::protocol::{RouterEvent, WorkerId};
 use pointsman::test_support::rank;
 use pointsman::{Constraints, Placement, Prompt, RequestOptions, RouteRequest, Router, RouterConfig};
 
-use crate::common::{config, router, stored_in_blocks};
+use crate::common::{cleared, config, router, stored_in_blocks};
 
 const BLOCK_SIZE: u32 = 64;
 
@@ -62,6 +62,11 @@ impl Traffic {
         self.now_ms = until;
     }
 
+    async fn apply(&self, event: RouterEvent) {
+        self.router.apply_events(vec![event]).await.expect("up");
+        self.router.flush().await.expect("up");
+    }
+
     /// Sends a prompt. Its first token arrives after the rank's `ttft_ms`, and it completes a second later.
     async fn send(&mut self, tokens: &[u32], only: Option<u64>, ttft_ms: impl Fn(u64) -> Option<u64>) -> u64 {
         let allowed_workers = only.map(|worker| [WorkerId(worker)].into());
@@ -107,8 +112,39 @@ async fn a_recovered_rank_regains_its_share_within_two_minutes() {
             traffic.pass(gap_ms).await;
         }
         let share = f64::from(counts[3]) / f64::from(counts.iter().sum::<u32>());
-        println!("a request every {gap_ms} ms: rank 3 has {share:.3} in minutes 3 and 4, {counts:?}");
         assert!(share >= 0.8 * 0.25, "a request every {gap_ms} ms: {counts:?} in minutes 3 and 4");
+    }
+}
+
+/// Chats of six turns with eight system prompts, ten requests a second. A rank loses its cache: one or two minutes later
+/// it has its share of the requests and of the hits, by its lower load alone.
+#[tokio::test(start_paused = true)]
+async fn an_emptied_rank_fills_again() {
+    for (us_per_token, after) in [(160, 600), (40, 1_200)] {
+        let (mut traffic, mut cached) = (Traffic::new(Policy::Latency, 4).await, BTreeMap::new());
+        let (mut free_at_us, mut sent, mut hits) = ([0; 4], [0; 4], [0; 4]);
+        for n in 0..1_000 + after + 600 {
+            if n == 1_000 {
+                cached.retain(|(worker, _), _| *worker != 3);
+                traffic.apply(cleared(rank(3))).await;
+            }
+            let (slot, turn) = (n % 40, n / 40 + n % 40 % 6);
+            let (system, chat) = (slot % 8, 1_000 + slot + 40 * (turn / 6));
+            let tokens = [prompt(system, 960), prompt(chat, 384 * (turn % 6 + 1))].concat();
+            let (length, now_us) = (tokens.len() as u64, traffic.now_ms * 1_000);
+            let hit = |worker| [system, chat].iter().filter_map(|part| cached.get(&(worker, *part))).sum::<u64>();
+            let end = |worker: u64| free_at_us[worker as usize].max(now_us) + us_per_token * (length - hit(worker));
+            let worker = traffic.send(&tokens, None, |worker| Some((end(worker) - now_us) / 1_000)).await;
+            let is_counted = u64::from(n >= 1_000 + after);
+            sent[worker as usize] += is_counted;
+            hits[worker as usize] += is_counted * hit(worker) * 1_000 / length;
+            free_at_us[worker as usize] = end(worker);
+            cached.extend([((worker, system), 960), ((worker, chat), length - 960)]);
+            traffic.apply(stored_in_blocks(rank(worker), &tokens, BLOCK_SIZE)).await;
+            traffic.pass(100).await;
+        }
+        let rate = |from: usize, to| hits[from..to].iter().sum::<u64>() / sent[from..to].iter().sum::<u64>();
+        assert!(sent[3] >= 120 && rate(3, 4) >= rate(0, 3) * 9 / 10, "{us_per_token} us: {sent:?}, {hits:?}");
     }
 }
 
@@ -124,7 +160,6 @@ async fn paced_prompts_spread_over_an_idle_pool() {
             counts[worker as usize] += 1;
             traffic.pass(1_300).await;
         }
-        println!("{slower_ms} ms slower: {counts:?}");
         assert!(counts.iter().all(|count| (95..=105).contains(count)), "{slower_ms} ms slower: {counts:?}");
     }
 }
@@ -143,17 +178,11 @@ async fn paced_sessions_spread_over_an_idle_pool() {
                 let worker = traffic.send(&tokens, None, |_| Some(50)).await;
                 counts[worker as usize] += 1;
                 moved += u32::from(home.replace(worker).is_some_and(|home| home != worker));
-                traffic
-                    .router
-                    .apply_events(vec![stored_in_blocks(rank(worker), &tokens, BLOCK_SIZE)])
-                    .await
-                    .expect("up");
-                traffic.router.flush().await.expect("up");
+                traffic.apply(stored_in_blocks(rank(worker), &tokens, BLOCK_SIZE)).await;
                 traffic.pass(2_000).await;
             }
         }
     }
-    println!("{counts:?}, {moved} turns moved");
     assert_eq!(moved, 0, "no hit is lost");
     assert!(counts.iter().all(|count| f64::from(*count) <= 1.3 * 448.0 / 8.0), "{counts:?}");
 }
@@ -165,13 +194,8 @@ async fn lost_to_a_hung_rank(policy: Policy, conversations: bool) -> usize {
     let prefixes: Vec<Vec<u32>> = (0..40).map(|n| prompt(50_000 + n, 6_400)).collect();
     if conversations {
         for (n, prefix) in prefixes.iter().enumerate() {
-            traffic
-                .router
-                .apply_events(vec![stored_in_blocks(rank(n as u64 % 4), prefix, BLOCK_SIZE)])
-                .await
-                .expect("up");
+            traffic.apply(stored_in_blocks(rank(n as u64 % 4), prefix, BLOCK_SIZE)).await;
         }
-        traffic.router.flush().await.expect("up");
     }
     let mut lost = 0;
     for n in 0..1_400_u32 {
@@ -195,7 +219,6 @@ async fn hanging_engines_keep_their_load() {
     for conversations in [true, false] {
         let latency = lost_to_a_hung_rank(Policy::Latency, conversations).await;
         let kv = lost_to_a_hung_rank(Policy::Kv, conversations).await;
-        println!("conversations: {conversations}; lost under latency {latency}, under kv {kv}");
         assert!(latency <= kv.max(12), "{latency} of 1,000 requests lost, under kv {kv}");
     }
 }
