@@ -7,7 +7,6 @@
 //!   and the cache hits.
 //! - [`simulate`]: engines with modelled durations, in virtual time. Measures the latency that users of a fleet would see.
 //! - [`load`]: real endpoints over HTTP, by the clients of [`pointsman_trial::driver`], as in [`drill`] and in the demo.
-//! - [`hold`]: a constant load on an embedded router for minutes, and its residue.
 //!
 //! Runs over time give a [`results::Run`], from which [`results`] computes the figures and warnings of one report.
 //! [`compare`] and [`suite`] compare policies and endpoints by it.
@@ -22,7 +21,6 @@ pub mod compare;
 pub mod drill;
 pub mod engine;
 pub mod fleet;
-pub mod hold;
 pub mod load;
 pub mod measure;
 mod progress;

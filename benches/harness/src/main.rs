@@ -4,11 +4,9 @@ use std::io::{self, ErrorKind, Write};
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use metrics_exporter_prometheus::PrometheusBuilder;
 use pointsman_bench::Failed;
 use pointsman_bench::compare::Compare;
 use pointsman_bench::drill::Drill;
-use pointsman_bench::hold::Hold;
 use pointsman_bench::load::Load;
 use pointsman_bench::replay::Replay;
 use pointsman_bench::simulate::Simulate;
@@ -35,8 +33,6 @@ enum Command {
     Suite(RunSuite),
     /// Kill, restart and separate gateways under load, on loopback
     Drill(Drill),
-    /// Hold a constant load on an embedded router and report route times, memory and residue
-    Hold(Hold),
     /// Send a workload to an endpoint with OpenAI's API over HTTP and report the responses
     Load(Box<Load>),
 }
@@ -55,7 +51,6 @@ fn main() -> ExitCode {
         Command::Compare(compare) => compare.run(io::stdout(), io::stderr()),
         Command::Suite(suite) => suite.run(io::stdout(), io::stderr()),
         Command::Drill(drill) => drill.run(io::stdout()),
-        Command::Hold(hold) => held(&hold),
         Command::Load(load) => load.run(io::stdout(), io::stderr()),
     };
     match done {
@@ -67,15 +62,6 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
-}
-
-fn held(hold: &Hold) -> Result<(), Failed> {
-    let metrics = PrometheusBuilder::new().install_recorder()?;
-    let render = move || {
-        metrics.run_upkeep();
-        metrics.render()
-    };
-    hold.run(render, io::stdout())
 }
 
 #[cfg(test)]

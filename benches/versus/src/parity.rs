@@ -85,6 +85,7 @@ impl Parity {
             clients: 1,
             threads: self.threads as usize,
             rate: None,
+            repeat: None,
             json: false,
         }
         .setup();

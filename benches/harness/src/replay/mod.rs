@@ -18,7 +18,6 @@ use pointsman_trial::engine::EngineConfig;
 use pointsman_trial::workload::Prompt;
 use serde::{Deserialize, Serialize};
 
-pub(crate) use open::{Gaps, pace};
 pub use report::{Figures, Percentiles, Report};
 
 use crate::Failed;
@@ -95,6 +94,9 @@ pub struct Replay {
     /// The gaps between arrivals are random, from the seed. Route times count from the scheduled arrival.
     #[arg(long, value_name = "REQUESTS", conflicts_with_all = ["clients", "take_turns"])]
     pub rate: Option<NonZeroU32>,
+    /// Number of times that the workload is sent [default: 1]
+    #[arg(long)]
+    pub repeat: Option<NonZeroU32>,
     /// Threads of the runtime shared by clients and router
     #[arg(long, default_value_t = 2, value_parser = positive())]
     pub threads: usize,
@@ -122,10 +124,11 @@ impl Replay {
     /// Runs the closed or the open loop on its own runtime, over the target that `start` creates.
     ///
     /// # Errors
-    /// The workload cannot be read, or the target fails.
+    /// The workload cannot be read, the target fails, or something is left in it after the last request.
     pub fn run<T: Target>(&self, start: impl AsyncFnOnce(&Setup) -> Result<T, Failed>) -> Result<Report, Failed> {
         let runtime = crate::runtime(self.threads)?;
-        let workload = Workload::prepare::<T>(self.common.prompts()?, self.common.block_size);
+        let repeat = self.repeat.map_or(1, NonZeroU32::get);
+        let workload = Workload::prepare::<T>(self.common.prompts()?, self.common.block_size, repeat);
         let setup = self.setup();
         let progress = Progress::new(workload.len(), "requests");
         let rss_before_bytes = rss_bytes();
@@ -133,7 +136,7 @@ impl Replay {
             let target = start(&setup).await.map_err(not_started::<T>)?;
             let state = LoopState::new(target, workload, setup.fleet, self.common.kv_blocks, progress);
             match self.rate {
-                Some(rate) => open::run(state, self.common.inflight, open::Gaps::poisson(rate, self.common.seed)).await,
+                Some(rate) => open::run(state, self.common.inflight, open::Gaps::new(rate, self.common.seed)).await,
                 None => closed::run(state, self.common.inflight, self.clients, self.common.take_turns).await,
             }
         })?;

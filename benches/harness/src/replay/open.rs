@@ -32,45 +32,23 @@ use crate::engine::Change;
 use crate::measure::{Stopwatch, thread_cpu};
 use crate::targets::{Call, Target};
 
-/// Gaps between arrivals.
-#[derive(Clone, Debug)]
-pub(crate) struct Gaps {
+/// Random gaps between the arrivals of a Poisson process.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Gaps {
     mean: Duration,
-    /// Seed of random gaps; even gaps if none.
-    seed: Option<u64>,
+    seed: u64,
 }
 
 impl Gaps {
-    /// Random gaps of a Poisson process with a mean rate per second.
-    pub(crate) fn poisson(rate: NonZeroU32, seed: u64) -> Self {
-        Self { mean: Duration::from_secs(1) / rate.get(), seed: Some(seed) }
-    }
-
-    /// Equal gaps.
-    pub(crate) fn even(rate: NonZeroU32) -> Self {
-        Self { mean: Duration::from_secs(1) / rate.get(), seed: None }
+    /// Gaps of a mean rate per second.
+    pub(super) fn new(rate: NonZeroU32, seed: u64) -> Self {
+        Self { mean: Duration::from_secs(1) / rate.get(), seed }
     }
 
     /// The gaps of part `part` of a run.
-    fn of(&self, part: u64) -> impl Iterator<Item = Duration> + use<> {
-        let (mean, mut rng) = (self.mean, self.seed.map(|seed| Rng::stream(seed, part)));
-        std::iter::repeat_with(move || rng.as_mut().map_or(mean, |rng| mean.mul_f64(rng.exponential())))
-    }
-}
-
-/// The pacer: calls `arrive` with the time of each arrival at that time, for requests that `next` prepares beforehand.
-/// Blocks its thread, so that arrivals do not depend on the runtime.
-pub(crate) fn pace<R>(
-    gaps: &Gaps,
-    part: u64,
-    mut next: impl FnMut() -> Option<R>,
-    mut arrive: impl FnMut(R, Stopwatch),
-) {
-    let (mut arrival, mut gaps) = (Stopwatch::start(), gaps.of(part));
-    while let Some(request) = next() {
-        arrival = arrival.later(gaps.next().unwrap_or_default());
-        arrival.wait();
-        arrive(request, arrival);
+    fn of(self, part: u64) -> impl Iterator<Item = Duration> {
+        let mut rng = Rng::stream(self.seed, part);
+        std::iter::repeat_with(move || self.mean.mul_f64(rng.exponential()))
     }
 }
 
@@ -82,11 +60,11 @@ pub(super) async fn run<T: Target>(state: LoopState<T>, inflight: usize, gaps: G
     let [warm_up, measured] = state.halves()?;
     let (held, tally) = (Mutex::new(VecDeque::with_capacity(inflight + 1)), Mutex::new(Tally::new()));
     let shared = Arc::new(Shared { state: Arc::new(state), inflight_max: inflight, held, tally });
-    run_half(&shared, &gaps, 0, warm_up).await?;
+    run_half(&shared, gaps, 0, warm_up).await?;
     *shared.tally() = Tally::new();
 
     let (requests, clocks) = (measured.len(), HalfClocks::start());
-    run_half(&shared, &gaps, 1, measured).await?;
+    run_half(&shared, gaps, 1, measured).await?;
     let figures = clocks.stop(requests, || std::mem::replace(&mut *shared.tally(), Tally::new()));
     let held = std::mem::take(&mut *shared.held());
     let state = Arc::clone(&shared.state);
@@ -95,26 +73,19 @@ pub(super) async fn run<T: Target>(state: LoopState<T>, inflight: usize, gaps: G
     Ok(figures)
 }
 
-/// Sends the requests of `half` at their times, and waits for all of them. The CPU time of the pacer's thread counts as the
-/// simulated side's.
-async fn run_half<T: Target>(
-    shared: &Arc<Shared<T>>,
-    gaps: &Gaps,
-    part: u64,
-    half: Range<usize>,
-) -> Result<(), Failed> {
+/// Sends the requests of `half` at their times, and waits for all of them. The pacer blocks a thread of its own, so that
+/// arrivals do not depend on the runtime. Its CPU time counts as the simulated side's.
+async fn run_half<T: Target>(shared: &Arc<Shared<T>>, gaps: Gaps, part: u64, half: Range<usize>) -> Result<(), Failed> {
     shared.state.rewind(half.start);
-    let (sender, runtime, gaps) = (Arc::clone(shared), Handle::current(), gaps.clone());
+    let (sender, runtime) = (Arc::clone(shared), Handle::current());
     let pacer = tokio::task::spawn_blocking(move || {
         let (started, mut tasks) = (thread_cpu(), JoinSet::new());
-        pace(
-            &gaps,
-            part,
-            || sender.state.take(half.end),
-            |(number, call), arrival| {
-                tasks.spawn_on(Arc::clone(&sender).request(number, call, arrival), &runtime);
-            },
-        );
+        let (mut arrival, mut gaps) = (Stopwatch::start(), gaps.of(part));
+        while let Some((number, call)) = sender.state.take(half.end) {
+            arrival = arrival.later(gaps.next().unwrap_or_default());
+            arrival.wait();
+            tasks.spawn_on(Arc::clone(&sender).request(number, call, arrival), &runtime);
+        }
         sender.tally().counts.engine_cpu += thread_cpu() - started;
         tasks
     });

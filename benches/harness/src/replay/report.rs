@@ -42,6 +42,8 @@ pub struct Figures {
     pub rss_bytes: Option<u64>,
     /// Resident memory before the router started: mostly the workload.
     pub rss_before_bytes: Option<u64>,
+    /// Resident memory after the warm-up.
+    pub rss_warm_bytes: Option<u64>,
     /// Number of measured requests, equal to the number of warm-up requests or one more.
     pub requests: usize,
 }

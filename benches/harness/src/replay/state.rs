@@ -35,18 +35,26 @@ struct Request {
 
 /// Prompts prepared for a target: hashed, and named with engine hashes. Preparation is not measured.
 #[derive(Debug)]
-pub(super) struct Workload(Vec<Request>);
+pub(super) struct Workload {
+    requests: Vec<Request>,
+    /// Number of times that they are sent.
+    repeat: u32,
+}
 
 impl Workload {
-    /// Prepares `prompts` for `T`.
-    pub(super) fn prepare<T: Target>(prompts: Vec<Prompt>, block_size: NonZeroU32) -> Self {
+    /// Prepares `prompts` for `T`, to be sent `repeat` times.
+    pub(super) fn prepare<T: Target>(prompts: Vec<Prompt>, block_size: NonZeroU32, repeat: u32) -> Self {
         let ready = |tokens: Prompt| Request { blocks: engine::name_blocks(&T::hash(&tokens, block_size)), tokens };
-        Self(prompts.into_iter().map(ready).collect())
+        Self { requests: prompts.into_iter().map(ready).collect(), repeat }
     }
 
     /// Number of requests.
     pub(super) fn len(&self) -> usize {
-        self.0.len()
+        self.requests.len() * self.repeat as usize
+    }
+
+    fn request(&self, number: usize) -> &Request {
+        &self.requests[number % self.requests.len()]
     }
 
     /// The two halves: the warm-up and the measured one.
@@ -122,12 +130,13 @@ impl<T: Target> LoopState<T> {
         self.workload.halves()
     }
 
-    /// Frees the requests in flight and shuts the target down.
+    /// Frees the requests in flight, checks that they leave nothing, and shuts the target down.
     pub(crate) async fn end(self: Arc<Self>, held: impl IntoIterator<Item = InFlight<T>>) -> Result<(), Failed> {
         self.progress.end();
         for request in held {
             self.free(request).await?;
         }
+        self.target.check_empty().await?;
         if let Some(state) = Arc::into_inner(self) {
             state.target.shutdown().await;
         }
@@ -142,7 +151,7 @@ impl<T: Target> LoopState<T> {
     /// Takes the next request before `end` and creates a call for it.
     pub(crate) fn take(&self, end: usize) -> Option<(usize, Call)> {
         let number = self.cursor.fetch_add(1, Relaxed);
-        let request = (number < end).then(|| &self.workload.0[number])?;
+        let request = (number < end).then(|| self.workload.request(number))?;
         Some((number, Call { id: format!("request-{number}"), tokens: request.tokens.to_vec() }))
     }
 
@@ -180,7 +189,7 @@ impl<T: Target> LoopState<T> {
         counts: &mut Counts,
         change: &mut Change,
     ) -> Option<Vec<T::Event>> {
-        let (rank, blocks) = (&self.ranks[rank_idx], &self.workload.0[number].blocks);
+        let (rank, blocks) = (&self.ranks[rank_idx], &self.workload.request(number).blocks);
         rank.inflight.fetch_add(1, Relaxed);
         if number.is_multiple_of(SAMPLE_STRIDE) {
             counts.load(self.load_max_over_mean());
@@ -283,13 +292,14 @@ impl Tally {
 
 /// Clocks of the measured half.
 pub(crate) struct HalfClocks {
+    rss_warm_bytes: Option<u64>,
     wall: Stopwatch,
     cpu: Duration,
 }
 
 impl HalfClocks {
     pub(crate) fn start() -> Self {
-        Self { wall: Stopwatch::start(), cpu: process_cpu() }
+        Self { rss_warm_bytes: rss_bytes(), wall: Stopwatch::start(), cpu: process_cpu() }
     }
 
     /// Reads the clocks at the end of the half. `tally` yields its counts afterwards.
@@ -309,6 +319,7 @@ impl HalfClocks {
             load_max_over_mean: counts.load_ratio_sum / f64::from(counts.load_samples.max(1)),
             rss_bytes,
             rss_before_bytes: None,
+            rss_warm_bytes: self.rss_warm_bytes,
             requests,
         }
     }

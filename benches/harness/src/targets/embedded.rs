@@ -10,14 +10,20 @@ use pointsman::hashing::HashScheme;
 use pointsman::internals::hashing::{BlockHasher, MmBlocks};
 use pointsman::protocol::{BlockHash, KvEvent, RouterEvent, StorageTier, WorkerConfig, WorkerId, WorkerRank};
 use pointsman::test_support::MemoryNetwork;
-use pointsman::{Placement, Prompt, ReplicaBus, ReplicaId, ReplicaLife, RouteRequest, Router, RouterConfig};
+use pointsman::{
+    Placement, Prompt, RankReport, ReplicaBus, ReplicaId, ReplicaLife, RouteRequest, Router, RouterConfig,
+};
 
 use super::{Call, Routed, Target};
 use crate::Failed;
-use crate::fleet::{ReplicaSharing, Setup};
+use crate::fleet::{Knowledge, ReplicaSharing, Setup};
+use crate::measure::Stopwatch;
 
 /// Timeout of the router's shutdown. All bookings are freed before.
 const SHUTDOWN_MAX: Duration = Duration::from_secs(5);
+
+/// Limit of the wait for the end of all bookings. No figure depends on it.
+const SETTLE_MAX: Duration = Duration::from_secs(30);
 
 /// Running routers, which receive the requests in turn, and all events.
 #[derive(Debug)]
@@ -29,6 +35,8 @@ pub struct Embedded {
     requests: AtomicUsize,
     /// Whether the policy uses cache contents, so that it predicts cached tokens.
     has_index: bool,
+    /// Whether the index has nothing but the contents of KV events.
+    has_events_only: bool,
 }
 
 impl Embedded {
@@ -79,8 +87,28 @@ impl Embedded {
             }
             routers.push(builder.start().await?);
         }
-        let has_index = config.has_index();
-        Ok(Self { routers, decode: None, requests: AtomicUsize::new(0), has_index })
+        let (has_index, has_events_only) = (config.has_index(), setup.router.knowledge == Knowledge::Events);
+        Ok(Self { routers, decode: None, requests: AtomicUsize::new(0), has_index, has_events_only })
+    }
+
+    fn all(&self) -> impl Iterator<Item = &Router> {
+        self.routers.iter().chain(self.decode.iter().map(|(router, _)| router))
+    }
+
+    /// What is left in `router`, if anything.
+    async fn left(&self, router: &Router) -> Result<Option<String>, Failed> {
+        let (health, ranks) = (router.health(), router.rank_reports());
+        let waiting: u64 = router.pending().await?.iter().map(|class| class.depth.requests).sum();
+        let (bookings, restarts) = (health.leases, health.restarts);
+        let booked: u64 = ranks.iter().map(|rank| rank.active_blocks).sum();
+        let held: u64 = ranks.iter().filter(|_| self.has_events_only).map(|rank| rank.held_blocks).sum();
+        let is_empty = (bookings, booked, waiting, held, restarts) == (0, 0, 0, 0, 0);
+        Ok((!is_empty).then(|| {
+            format!(
+                "{bookings} bookings, {booked} booked blocks, {waiting} waiting requests and {held} index blocks are \
+                 left, {restarts} restarts of actors"
+            )
+        }))
     }
 
     /// The first router, for uses outside the loops.
@@ -159,8 +187,25 @@ impl Target for Embedded {
     }
 
     fn bookings(&self) -> Option<usize> {
-        let decode = self.decode.iter().map(|(router, _)| router);
-        Some(self.routers.iter().chain(decode).map(|router| router.health().leases).sum())
+        Some(self.all().map(|router| router.health().leases).sum())
+    }
+
+    /// Clears the caches of all ranks first.
+    async fn check_empty(&self) -> Result<(), Failed> {
+        for router in self.all() {
+            let (tier, data) = (StorageTier::Device, KvEvent::Cleared);
+            let cleared = |rank: RankReport| RouterEvent { rank: rank.rank, tier, data: data.clone() };
+            router.apply_events(router.rank_reports().into_iter().map(cleared).collect()).await?;
+            router.flush().await?;
+            let waited = Stopwatch::start();
+            while let Some(left) = self.left(router).await? {
+                if waited.elapsed() > SETTLE_MAX {
+                    return Err(left.into());
+                }
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        }
+        Ok(())
     }
 
     async fn free(&self, handle: Bookings) -> Result<(), Failed> {
@@ -172,5 +217,25 @@ impl Target for Embedded {
         for router in self.routers.into_iter().chain(self.decode.map(|(router, _)| router)) {
             router.shutdown(SHUTDOWN_MAX).await;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn bookings_and_index_blocks_are_residue() {
+        let target = Embedded::start(&Setup::new(1, 1)).await.expect("starts");
+        let call = Call { id: "held".to_owned(), tokens: vec![7; 200] };
+        let held = target.route(call).await.expect("routed");
+        let (parent, hashes) = (None, Embedded::hash(&[7; 200], NonZeroU32::new(64).expect("not zero")));
+        let data = KvEvent::Stored { parent, blocks: crate::engine::name_blocks(&hashes).into() };
+        target.apply_events(vec![target.event(held.rank, StorageTier::Device, data)]).await.expect("applied");
+        target.router().flush().await.expect("alive");
+        let left = target.left(target.router()).await.expect("alive").expect("a booking");
+        assert!(left.starts_with("1 bookings") && left.contains(" 3 index blocks"), "{left}");
+        target.free(held.handle).await.expect("freed");
+        target.check_empty().await.expect("nothing is left");
     }
 }

@@ -109,6 +109,11 @@ pub trait Target: Send + Sync + Sized + 'static {
         None
     }
 
+    /// Checks that nothing is left after the last request. The default does nothing, for targets that do not count it.
+    fn check_empty(&self) -> impl Future<Output = Result<(), Failed>> + Send {
+        async { Ok(()) }
+    }
+
     /// Frees the booking of a completed request.
     fn free(&self, handle: Self::Handle) -> impl Future<Output = Result<(), Failed>> + Send;
 

@@ -116,7 +116,7 @@ pub(crate) fn on_two_threads(
     run: impl AsyncFnOnce(LoopState<Strict>) -> Result<Figures, Failed>,
 ) -> Result<Figures, Failed> {
     let conversations = Conversations { requests: 400, ..Conversations::default() }.generate(1);
-    let workload = Workload::prepare::<Strict>(conversations.prompts(), BLOCK_SIZE);
+    let workload = Workload::prepare::<Strict>(conversations.prompts(), BLOCK_SIZE, 1);
     let state = LoopState::new(target, workload, FLEET, KV_BLOCKS, Progress::new(0, "requests"));
     crate::runtime(2)?.block_on(run(state))
 }
