@@ -3,9 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use pointsman_trial::engine::{
-    CacheEvent, EngineConfig, EngineHash, Finish, Outlook, Partial, Rank, Refused, RequestSpec, Step, Tier,
-};
+use pointsman_trial::engine::{CacheEvent, EngineConfig, EngineHash, Finish, Rank, Refused, RequestSpec, Step, Tier};
 
 fn rank(config: EngineConfig) -> Rank {
     let cost = config.cost;
@@ -149,22 +147,6 @@ fn running_requests_share_blocks_from_the_step_that_computes_them() {
     assert!(rank.cancel(1) && !rank.cancel(1));
     assert_eq!(rank.load().used_blocks, 3);
     rank.check_invariants();
-}
-
-#[test]
-fn outlook_separates_decodes_from_a_partial_prompt() {
-    let mut rank = rank(EngineConfig { step_tokens_max: 8, sequences_max: 2, ..EngineConfig::default() });
-    assert_eq!(rank.outlook(), Outlook::default());
-    rank.submit(RequestSpec::new(1, [1, 2, 3], 4)).expect("sound");
-    assert_eq!(rank.outlook(), Outlook::default(), "waiting requests are not included");
-    rank.step();
-    rank.submit(RequestSpec::new(2, (0..12).collect::<Vec<_>>(), 4)).expect("sound");
-    rank.step();
-    // 7 of the step's 8 tokens were left for the second request; the first reads its 3 tokens and 2 of output next.
-    let partials = vec![Partial { id: 2, computed: 7, left: 5 }];
-    assert_eq!(rank.outlook(), Outlook { decode_sequences: 1, kv_tokens: 5, partials, ..Outlook::default() });
-    rank.step();
-    assert_eq!(rank.outlook(), Outlook { decode_sequences: 2, kv_tokens: 6 + 13, ..Outlook::default() });
 }
 
 #[test]

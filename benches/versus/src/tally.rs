@@ -270,12 +270,4 @@ mod tests {
         assert_eq!((tally.ours_astray, tally.theirs_astray, tally.rows), (0, 1, 9));
         assert_eq!((tally.rows_differ["overlap"], tally.rows_differ["prefill"], tally.rows_differ["cost"]), (1, 1, 4));
     }
-
-    #[test]
-    fn tables_have_equal_numbers_of_cells_per_line() {
-        let decision = Decision { ours: view(1, &[1.0, 2.0, 3.0]), theirs: view(2, &[1.5, 1.0, 3.0]) };
-        let text = markdown(&[(3, tally(&[decision])), (8, Tally::default())]);
-        let cells: Vec<_> = text.lines().map(|line| line.matches('|').count()).collect();
-        assert!(cells.iter().all(|count| *count == cells[0]), "{text}");
-    }
 }

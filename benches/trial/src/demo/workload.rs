@@ -157,22 +157,6 @@ fn words(rng: &mut Rng, count: RangeInclusive<u32>) -> String {
 mod tests {
     use super::*;
 
-    fn bodies(workload: &ClientScripts) -> Vec<Bytes> {
-        let talks = workload.sessions.iter().flat_map(|session| &session.conversations);
-        let of_talk = |talk: &ConversationScript| {
-            let answers: Vec<String> = (1..talk.turns.len()).map(|n| format!(" t{n}")).collect();
-            (0..talk.turns.len()).map(|n| talk.body("mock", &answers[..n])).collect::<Vec<_>>()
-        };
-        talks.flat_map(of_talk).collect()
-    }
-
-    #[test]
-    fn bytes_are_determined_by_the_seed() {
-        let workload = |seed| bodies(&ClientScripts::new(seed, 5, 43));
-        assert_eq!(workload(7), workload(7));
-        assert_ne!(workload(7), workload(8));
-    }
-
     #[test]
     fn all_requests_are_distributed_over_clients() {
         for (clients, requests) in [(1, 1), (5, 43), (7, 3), (64, 640)] {

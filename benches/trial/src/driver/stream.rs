@@ -258,11 +258,4 @@ mod tests {
         let long = vec![b'x'; EVENT_BYTES_MAX + 1];
         assert!(matches!(read([long.as_slice()]), Err(Failure::EventTooLong)));
     }
-
-    #[test]
-    fn error_names_are_code_or_type() {
-        assert_eq!(error_code(b"{\"error\":{\"code\":503,\"type\":\"x\"}}").as_deref(), Some("503"));
-        assert_eq!(error_code(b"{\"error\":{\"type\":\"x\"}}").as_deref(), Some("x"));
-        assert_eq!((error_code(b"{}"), error_code(b"no")), (None, None));
-    }
 }
