@@ -115,6 +115,16 @@ async fn sleeping_ranks_get_no_requests_until_they_are_awake() {
     router.report_engine_load(rank(0), asleep(EngineSleep::Awake));
     let placement = router.route(RouteRequest::new("r", Prompt::Tokens(&[1]))).await.expect("one is awake");
     assert_eq!((placement.rank(), router.eligible_ranks()), (rank(0), 1));
+    // A pool with a queue holds the request.
+    let queueing = crate::common::router(config_with(|c| c.queue.threshold = Some(16.0)), 1).await;
+    queueing.report_engine_load(rank(0), asleep(EngineSleep::Emptied));
+    let waits = async || queueing.pending().await.expect("serving")[0].depth.requests == 1;
+    let wake = async {
+        crate::common::until("request in the queue", waits).await;
+        queueing.report_engine_load(rank(0), asleep(EngineSleep::Awake));
+    };
+    let (placed, ()) = tokio::join!(queueing.route(RouteRequest::new("r", Prompt::Tokens(&[1]))), wake);
+    assert_eq!(placed.expect("awake").rank(), rank(0));
 }
 
 #[cfg(feature = "discovery")]

@@ -5,6 +5,7 @@
 
 use std::num::NonZeroU32;
 
+use crate::effort::effort;
 use crate::index_reference::Reference;
 use pointsman::internals::index::{Applied, Index, Overlaps};
 use pointsman::internals::protocol::{Generation, Slot};
@@ -219,13 +220,8 @@ impl World {
     }
 }
 
-#[expect(clippy::disallowed_methods, reason = "the caller chooses the number of cases")]
-fn cases() -> u32 {
-    std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(150)
-}
-
 proptest! {
-    #![proptest_config(ProptestConfig { cases: cases(), failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(effort(150, "tests/index_budget.proptest-regressions"))]
 
     #[test]
     fn overlaps_never_exceed_the_model_nor_bytes_the_budget(

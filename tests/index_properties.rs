@@ -7,6 +7,7 @@ mod examples;
 
 use std::num::NonZeroU32;
 
+use crate::effort::effort;
 use crate::index_reference::{Reference, ReferenceMatch};
 use pointsman::internals::index::{Index, Overlaps};
 use pointsman::internals::protocol::{Generation, Slot};
@@ -418,13 +419,8 @@ fn ask(shards: &[Index], prompt: &[BlockHash]) -> Vec<ReferenceMatch> {
     matches
 }
 
-#[expect(clippy::disallowed_methods, reason = "the caller chooses the number of cases")]
-fn cases() -> u32 {
-    std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(150)
-}
-
 proptest! {
-    #![proptest_config(ProptestConfig { cases: cases(), failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(effort(150, "tests/index_properties.proptest-regressions"))]
 
     #[test]
     fn every_event_leaves_the_index_equal_to_its_model(shards in 1..4_usize, ops in ops()) {

@@ -58,8 +58,6 @@ mod snapshot;
 mod tidy;
 mod wire;
 
-#[cfg(all(feature = "faults", feature = "zmq"))]
-mod audit_sockets;
 #[cfg(all(feature = "faults", feature = "zmq", feature = "replicas"))]
 mod block_size;
 #[cfg(feature = "runtime")]

@@ -103,29 +103,6 @@ async fn sleeping_engines_get_no_requests_and_lose_their_index() {
     }
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn queued_requests_wait_until_an_engine_is_awake() {
-    let engines = [engine().await, engine().await];
-    let mut settings = on([&engines[0], &engines[1]]);
-    settings.models[0].router.queue.threshold = Some(16.0);
-    let gateway = gateway(settings).await;
-    let router = gateway.router("mock").expect("the model is served").clone();
-    for engine in &engines {
-        command(engine, "/sleep?level=2").await;
-    }
-    until("all sleep", || router.eligible_ranks() == 0).await;
-    let wake = async {
-        eventually("the request waits", async || router.pending().await.expect("up")[0].depth.requests == 1).await;
-        command(&engines[1], "/wake_up").await;
-    };
-    let (status, ()) = tokio::join!(completion(&gateway, &[1, 2, 3]), wake);
-    assert_eq!((status, placements(&router)), (200, [0, 1]));
-    gateway.shutdown(Duration::ZERO).await;
-    for engine in engines {
-        engine.shutdown().await;
-    }
-}
-
 /// An engine that falls asleep at the first request, unless another one has.
 async fn sleepy(n: usize, asleep: &Arc<OnceLock<usize>>) -> Scripted {
     let asleep = Arc::clone(asleep);

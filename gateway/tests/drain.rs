@@ -207,9 +207,11 @@ async fn a_connection_whose_stream_outlasts_the_drain_is_still_served() {
 
 #[tokio::test]
 async fn an_http2_client_moves_to_the_successor_and_keeps_its_streams() {
-    let engine = engine(0.3).await;
-    let listen = free_address();
-    let flags = ["--listen", &listen, "--reuse-port"];
+    let (engine, directory) = (engine(0.3).await, Directory::new());
+    let (listen, admin, token) = (free_address(), free_address(), directory.write("token", "0123456789abcdef"));
+    let token = token.to_str().expect("text");
+    // The administration listener of the first stays open until its exit.
+    let flags = ["--listen", &listen, "--admin-listen", &admin, "--admin-token-file", token, "--reuse-port"];
     let mut first = start_with(&engine, &flags).await;
     let mut client = http2(first.address).await;
     let stream = client.send_request(post(0, 100)).await.expect("a response");
@@ -231,6 +233,8 @@ async fn an_http2_client_moves_to_the_successor_and_keeps_its_streams() {
     let body = body.expect("a whole stream").to_bytes();
     assert!(body.ends_with(b"data: [DONE]\n\n"), "{body:?}");
     assert_eq!(first.exit().await.code(), Some(0));
+    assert_eq!(get(second.address, "/v1/models").await, 200);
+    assert_eq!(get(admin.parse().expect("an address"), "/live").await, 401);
     drop(second);
     engine.shutdown().await;
 }
@@ -257,32 +261,6 @@ fn post(n: usize, max_tokens: u32) -> Request<Full<Bytes>> {
 fn free_address() -> String {
     let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("free port on loopback");
     taken.local_addr().expect("local address").to_string()
-}
-
-#[tokio::test]
-async fn a_successor_starts_at_the_same_addresses_while_its_predecessor_drains() {
-    let engine = engine(0.01).await;
-    let directory = Directory::new();
-    let token = directory.write("token", "0123456789abcdef");
-    let (listen, admin) = (free_address(), free_address());
-    let token = token.to_str().expect("text");
-    // The administration listener stays open until the exit.
-    let flags = ["--listen", &listen, "--admin-listen", &admin, "--admin-token-file", token, "--reuse-port"];
-    let mut first = start_with(&engine, &flags).await;
-    let (stream, _) = begun(first.address, 0, 1000).await;
-    first.signal("TERM");
-    first.logged("listener closed").await;
-    eventually("the listener closes", async || TcpStream::connect(first.address).await.is_err()).await;
-
-    let second = start_with(&engine, &flags).await;
-    assert_eq!(get(second.address, "/v1/models").await, 200);
-    assert!(first.child.try_wait().expect("process state").is_none(), "the first process still drains");
-    drop(stream);
-    assert_eq!(first.exit().await.code(), Some(0));
-    // Only one process listens on the admin address.
-    assert_eq!(get(admin.parse().expect("an address"), "/live").await, 401);
-    drop(second);
-    engine.shutdown().await;
 }
 
 #[tokio::test]

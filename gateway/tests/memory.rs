@@ -3,16 +3,10 @@
 //! The process ends with the test. Every wait has a generous limit.
 #![cfg(target_os = "linux")]
 
-use std::convert::Infallible;
 use std::fs;
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use axum::body::Bytes;
-use http_body_util::StreamBody;
-use hyper::Request;
-use hyper::body::Frame;
-use hyper_util::rt::{TokioExecutor, TokioIo};
 use pointsman_trial::mock::{MockConfig, MockEngine};
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;
@@ -141,52 +135,4 @@ async fn slow_bodies_do_not_block_other_requests() {
     // A silent client times out after 30 s, a slow one after 300 s.
     timeout(Duration::from_secs(25), served).await.unwrap_or_else(|_| panic!("not served beside {held} bytes"));
     drop(slow);
-}
-
-/// Heads of HTTP/2 requests whose bodies never come. Heads that are not freed exceed the limit in the later rounds.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn heads_of_http2_requests_stay_within_the_budget_and_are_freed() {
-    const ROUNDS: usize = 4;
-    let engine =
-        MockEngine::start(MockConfig { time_scale: 100.0, ..MockConfig::default() }).await.expect("start succeeds");
-    let process = Measured::start(&engine).await;
-    ready(process.0.address).await;
-    let idle = process.resident_bytes();
-    let limit = idle + BUDGET_BYTES + CONNECTIONS_BYTES / 2;
-    for round in 0..ROUNDS {
-        let unanswered = heads_without_bodies(process.0.address).await;
-        let peak = process.resident_bytes();
-        assert!(peak <= limit, "round {round}: {} MiB, idle {}", peak / MIB, idle / MIB);
-        assert_eq!(process.small().await, 200);
-        drop(unanswered);
-    }
-}
-
-/// Sends heads on four connections until each holds only requests that wait for their bodies: a mebibyte of heads per
-/// connection is twenty requests, and the others are refused.
-async fn heads_without_bodies(address: SocketAddr) -> JoinSet<hyper::Result<u16>> {
-    const CONNECTIONS: usize = 4;
-    const REQUESTS: usize = 50;
-    let mut sending = JoinSet::new();
-    for _ in 0..CONNECTIONS {
-        let stream = TokioIo::new(TcpStream::connect(address).await.expect("connection accepted"));
-        let (client, connection) =
-            hyper::client::conn::http2::handshake(TokioExecutor::new(), stream).await.expect("a handshake");
-        tokio::spawn(connection);
-        for _ in 0..REQUESTS {
-            let mut client = client.clone();
-            let body = StreamBody::new(futures_util::stream::pending::<Result<Frame<Bytes>, Infallible>>());
-            let request = Request::post("http://test/v1/chat/completions").header("x-a", "a".repeat(50_000));
-            let request = request.body(body).expect("a valid request");
-            sending.spawn(async move { client.send_request(request).await.map(|answer| answer.status().as_u16()) });
-        }
-    }
-    for _ in 0..CONNECTIONS * (REQUESTS - 20) {
-        let answer = timeout(PATIENCE, sending.join_next()).await.expect("refused before the timeout");
-        // Without a status the stream was reset. 408 is a request whose body is late.
-        if let Ok(status) = answer.expect("requests wait").expect("no panic") {
-            assert!([408, 429, 431, 503].contains(&status), "{status}");
-        }
-    }
-    sending
 }

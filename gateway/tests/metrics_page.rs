@@ -1,10 +1,9 @@
-//! Checks that every metric on the page of an active gateway is documented, and that every documented gateway metric
-//! exists in its code.
+//! Checks that every metric on the page of an active gateway is documented.
 
 use pointsman::config::EventMode;
 use std::collections::BTreeSet;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use pointsman::protocol::{LoadSource, WorkerConfig, WorkerId};
 use pointsman_gateway::settings::TokenSourceChoice;
@@ -16,13 +15,10 @@ use crate::common::proxy::{self, get, post, settings};
 const PAGES: [&str; 5] =
     ["docs/metrics.md", "docs/tokens.md", "docs/operations.md", "docs/admin.md", "docs/replicas.md"];
 
-fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
-}
-
 /// Metrics in the tables and lists of the documentation.
 fn documented() -> BTreeSet<String> {
-    let read = |page: &str| fs::read_to_string(root().join(page)).expect("documentation page exists");
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let read = |page: &str| fs::read_to_string(root.join(page)).expect("documentation page exists");
     let named = |line: &str| {
         let row = line.strip_prefix("| `").or_else(|| line.strip_prefix("- `"))?;
         Some(row.split_once('`')?.0.to_owned())
@@ -30,17 +26,6 @@ fn documented() -> BTreeSet<String> {
     let pages: Vec<String> = PAGES.iter().map(|page| read(page)).collect();
     let names = pages.iter().flat_map(|page| page.lines().filter_map(named));
     names.filter(|name| name.starts_with("pointsman_") || name.starts_with("process_")).collect()
-}
-
-fn sources(directory: &Path, text: &mut String) {
-    for entry in fs::read_dir(directory).expect("directory exists") {
-        let path = entry.expect("directory entry").path();
-        if path.is_dir() {
-            sources(&path, text);
-        } else if path.extension().is_some_and(|extension| extension == "rs") {
-            text.push_str(&fs::read_to_string(&path).expect("sources are text"));
-        }
-    }
 }
 
 #[tokio::test]
@@ -83,15 +68,4 @@ async fn all_metrics_of_a_busy_gateway_are_documented() {
     assert!(types.len() > 40, "only {} metrics on the page", types.len());
     assert!(unknown.is_empty(), "in no table of {PAGES:?}: {unknown:#?}");
     engine.shutdown().await;
-}
-
-#[test]
-fn every_documented_metric_exists() {
-    let mut text = String::new();
-    sources(&root().join("gateway/src"), &mut text);
-    let gone: Vec<String> = documented()
-        .into_iter()
-        .filter(|name| name.starts_with("pointsman_gateway_") && !text.contains(&format!("\"{name}\"")))
-        .collect();
-    assert!(gone.is_empty(), "documented but not in the code: {gone:#?}");
 }

@@ -173,14 +173,10 @@ struct State {
     /// Connections that have not subscribed yet.
     greeting: usize,
     audit_reply: Option<AuditReply>,
-    is_dropped: Option<IsDropped>,
 }
 
 /// Contents of the engine, by the number of the request.
 type AuditReply = Arc<dyn Fn(u64) -> Vec<u8> + Send + Sync>;
-
-/// Whether a reply lacks a message, by the number of the request and of the message.
-type IsDropped = Arc<dyn Fn(u64, u64) -> bool + Send + Sync>;
 
 impl State {
     fn keep(&mut self, payload: &[u8]) -> u64 {
@@ -214,7 +210,6 @@ impl Publisher {
             subscribers: Vec::new(),
             greeting: 0,
             audit_reply: None,
-            is_dropped: None,
         };
         let state = Arc::new(Mutex::new(state));
         let (live, replay) = (listen().await, listen().await);
@@ -262,11 +257,6 @@ impl Publisher {
     /// Responds to audits from now on.
     pub(crate) fn reply_to_audits(&self, reply: impl Fn(u64) -> Vec<u8> + Send + Sync + 'static) {
         self.state().audit_reply = Some(Arc::new(reply));
-    }
-
-    /// Drops messages from replies, like a ROUTER socket at its high-water mark.
-    pub(crate) fn drop_from_replies(&self, is_dropped: impl Fn(u64, u64) -> bool + Send + Sync + 'static) {
-        self.state().is_dropped = Some(Arc::new(is_dropped));
     }
 
     /// Open connections.
@@ -377,8 +367,7 @@ async fn answer(mut stream: TcpStream, state: Arc<Mutex<State>>) -> std::io::Res
             let is_audit = matches!(from, DIGEST_REQUEST | NAMES_REQUEST);
             let contents = state.audit_reply.as_ref().filter(|_| is_audit).map(|reply| reply(from));
             let contents = contents.map(|contents| parts(state.next, &contents));
-            let is_dropped = |sequence| state.is_dropped.as_ref().is_some_and(|dropped| dropped(from, sequence));
-            let asked = state.ring.iter().filter(|(sequence, _)| *sequence >= from && !is_dropped(*sequence));
+            let asked = state.ring.iter().filter(|(sequence, _)| *sequence >= from);
             let answers = asked.flat_map(|(sequence, payload)| parts(*sequence, payload));
             contents.into_iter().flatten().chain(answers).chain(parts(u64::MAX, b"")).collect::<Vec<u8>>()
         };

@@ -41,7 +41,7 @@ fn union(sets: impl IntoIterator<Item = Workers>) -> Workers {
 }
 
 #[tokio::test]
-async fn streams_of_a_drained_pod_keep_their_booking_to_their_end() {
+async fn drained_pods_keep_their_streams_and_may_return() {
     let (server, end) = (ApiServer::start().await, Arc::new(Semaphore::new(0)));
     let port = streaming_engine(Arc::clone(&end)).await;
     let ready = TestPod::ready("engine-0", "1", "127.0.1.1");
@@ -62,23 +62,8 @@ async fn streams_of_a_drained_pod_keep_their_booking_to_their_end() {
         until_end(&mut stream, &mut received, what).await;
         gateway.until_workers("m", &Workers::new(), what).await;
     }
-}
-
-/// Reads the rest of a stream, which must be complete.
-async fn until_end(stream: &mut TcpStream, received: &mut Vec<u8>, what: &str) {
-    let rest = timeout(PATIENCE, stream.read_to_end(received)).await;
-    rest.expect("the end before the timeout").expect("no reset");
-    let text = String::from_utf8_lossy(received);
-    assert!(text.contains("[DONE]") && text.ends_with("0\r\n\r\n"), "{what}: {text}");
-}
-
-#[tokio::test]
-async fn a_pod_that_is_ready_again_ends_its_drain_and_a_deleted_one_leaves_at_once() {
-    let (server, end) = (ApiServer::start().await, Arc::new(Semaphore::new(0)));
-    let port = streaming_engine(Arc::clone(&end)).await;
-    let ready = TestPod::ready("engine-0", "1", "127.0.1.1");
+    // A pod that is ready again ends its drain, and a deleted one leaves at once.
     server.put(ready.object());
-    let (gateway, _) = by_labels(&server, port).await;
     gateway.until_workers("m", &ready.workers(&[port]), "ready").await;
     let (mut stream, mut received) = gateway.begin_stream().await;
     server.put(TestPod { is_ready: false, ..ready.clone() }.object());
@@ -92,6 +77,14 @@ async fn a_pod_that_is_ready_again_ends_its_drain_and_a_deleted_one_leaves_at_on
     gateway.until_workers("m", &Workers::new(), "gone").await;
     end.add_permits(1);
     until_end(&mut stream, &mut received, "gone").await;
+}
+
+/// Reads the rest of a stream, which must be complete.
+async fn until_end(stream: &mut TcpStream, received: &mut Vec<u8>, what: &str) {
+    let rest = timeout(PATIENCE, stream.read_to_end(received)).await;
+    rest.expect("the end before the timeout").expect("no reset");
+    let text = String::from_utf8_lossy(received);
+    assert!(text.contains("[DONE]") && text.ends_with("0\r\n\r\n"), "{what}: {text}");
 }
 
 #[tokio::test]
