@@ -342,8 +342,9 @@ proptest! {
         cache.removes_last_only = true;
         index.set_pool(RANK, Some(slots as u32));
         let apply = |cache: &mut Cache, index: &mut Index| {
-            cache.events.drain(..).for_each(|data| _ = index.apply(&event(data)));
+            let gone = cache.events.drain(..).map(|data| index.apply(&event(data)).gone).sum::<u64>();
             index.check_invariants();
+            gone
         };
         for op in &ops {
             cache.run(op);
@@ -363,8 +364,9 @@ proptest! {
         let has_surplus = index.held_blocks() > cache.held.len();
         cache.run(&Op::Begin { prompt: (100..100 + slots as u64).collect(), is_partial: true, mode: Mode::Plain });
         cache.run(&Op::End { which: any_index() });
-        apply(&mut cache, &mut index);
+        let gone = apply(&mut cache, &mut index);
         prop_assert_eq!(index.held_blocks(), slots);
+        prop_assert!(gone > 0 || !has_surplus);
         for op in later.iter().filter(|op| has_surplus && !matches!(op, Op::Reset)) {
             cache.run(op);
             apply(&mut cache, &mut index);

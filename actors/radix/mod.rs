@@ -153,6 +153,7 @@ const EVENT_COUNTS: &[Count<Applied>] = &[
     ("pointsman_kv_event_blocks_total", ("result", "unknown_content"), |applied| applied.unknown_contents),
     ("pointsman_kv_event_blocks_total", ("result", "group"), |applied| applied.grouped),
     ("pointsman_kv_event_blocks_total", ("result", "removed"), |applied| applied.removed),
+    ("pointsman_kv_event_blocks_total", ("result", "gone"), |applied| applied.gone),
     ("pointsman_kv_event_blocks_total", ("result", "unknown_removal"), |applied| applied.unknown_removals),
     ("pointsman_kv_event_blocks_total", ("result", "evicted_removal"), |applied| applied.evicted_removals),
     ("pointsman_kv_events_refused_total", ("reason", "unknown_parent"), |applied| applied.unknown_parents),

@@ -32,6 +32,8 @@ pub struct Applied {
     pub grouped: u64,
     /// Names and copies removed, by a removal or by a clear.
     pub removed: u64,
+    /// Removed earlier with all copies, which one event has made certain.
+    pub gone: u64,
     /// Events of a rank that is not registered in this index; ignored.
     pub unknown_ranks: u64,
     /// Device-tier store events (not blocks) of a rank with evicted blocks whose parent is not held; ignored from there.
@@ -55,6 +57,7 @@ impl AddAssign for Applied {
         self.unknown_contents += other.unknown_contents;
         self.grouped += other.grouped;
         self.removed += other.removed;
+        self.gone += other.gone;
         self.unknown_ranks += other.unknown_ranks;
         self.unknown_parents += other.unknown_parents;
         self.unknown_removals += other.unknown_removals;

@@ -223,7 +223,7 @@ impl Index {
                 let mut applied = self.store(slot, event.tier, *parent, blocks);
                 if event.tier == StorageTier::Device {
                     self.settle(slot, parent.is_none(), blocks, applied.duplicates > 0);
-                    applied.removed += self.keep_within_pool(slot);
+                    applied.gone = self.keep_within_pool(slot);
                 }
                 applied
             }

@@ -1,6 +1,6 @@
 //! Contents of a publisher's replay buffer.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 use super::BlockName;
 use crate::protocol::{KvEvent, RepeatedStore, RouterEvent, StorageTier};
@@ -15,15 +15,25 @@ const RING_BLOCKS_MAX: usize = 1 << 20;
 /// must hold these blocks.
 #[derive(Clone, Debug, Default)]
 pub(super) struct RingContents {
-    /// Number of copies; 0 after the last removal.
-    blocks: BTreeMap<BlockName, u32>,
-    /// Blocks whose number of copies is not known; they are not compared. With several cache groups a repeated store at
-    /// the start of a prompt may be a copy, which the index recognises from the groups. A removal may remove all copies.
-    uncertain: BTreeSet<BlockName>,
+    blocks: BTreeMap<BlockName, RingBlock>,
+    /// Two removals of a block without a store between them prove that a removal removes one copy.
+    removes_one: bool,
     has_groups: bool,
     is_whole: bool,
     /// The number after the last message; `None` before the first.
     next: Option<u64>,
+}
+
+/// State of one block.
+#[derive(Clone, Copy, Debug, Default)]
+struct RingBlock {
+    /// 0 after the last removal.
+    copies: u32,
+    /// Whether the number of copies is not known. With several cache groups a repeated store at the start of a prompt may
+    /// be a copy, which the index recognises from the groups.
+    is_uncertain: bool,
+    /// Whether copies are left by the last event, a removal of one copy or of all.
+    is_reduced: bool,
 }
 
 impl RingContents {
@@ -46,17 +56,17 @@ impl RingContents {
             match &event.data {
                 KvEvent::Cleared => {
                     self.blocks.clear();
-                    self.uncertain.clear();
                     self.is_whole = true;
                 }
                 KvEvent::Stored { parent, .. } => {
                     let repeated = RepeatedStore::of(event.tier, parent.is_some(), self.has_groups);
                     for name in names_of(event) {
-                        let copies = self.blocks.entry(name).or_default();
+                        let block = self.blocks.entry(name).or_default();
+                        block.is_reduced = false;
                         match repeated {
-                            _ if *copies == 0 => *copies = 1,
-                            RepeatedStore::Copy => *copies = copies.saturating_add(1),
-                            RepeatedStore::ByGroups => drop(self.uncertain.insert(name)),
+                            _ if block.copies == 0 => block.copies = 1,
+                            RepeatedStore::Copy => block.copies = block.copies.saturating_add(1),
+                            RepeatedStore::ByGroups => block.is_uncertain = true,
                             RepeatedStore::Announcement => {}
                         }
                     }
@@ -65,24 +75,19 @@ impl RingContents {
                     for &(name, block_hash) in blocks {
                         // As in the index: a copy of a block that no tier has is not known without its content.
                         if block_hash.is_some() || StorageTier::ALL.iter().any(|tier| self.holds((*tier, name))) {
-                            *self.blocks.entry((event.tier, name)).or_default() += 1;
+                            let block = self.blocks.entry((event.tier, name)).or_default();
+                            (block.copies, block.is_reduced) = (block.copies + 1, false);
                         }
                     }
                 }
-                KvEvent::TierCleared => {
-                    self.blocks.retain(|(tier, _), _| *tier != event.tier);
-                    self.uncertain.retain(|(tier, _)| *tier != event.tier);
-                }
+                KvEvent::TierCleared => self.blocks.retain(|(tier, _), _| *tier != event.tier),
                 KvEvent::GroupStored { .. } | KvEvent::GroupRemoved { .. } => self.has_groups = true,
                 KvEvent::Removed { .. } => {
                     for name in names_of(event) {
-                        let copies = self.blocks.entry(name).or_default();
-                        *copies = copies.saturating_sub(1);
-                        if *copies > 0 && event.tier == StorageTier::Device {
-                            self.uncertain.insert(name);
-                        } else if !self.has_groups {
-                            self.uncertain.remove(&name);
-                        }
+                        let block = self.blocks.entry(name).or_default();
+                        block.copies = block.copies.saturating_sub(1);
+                        self.removes_one |= block.is_reduced;
+                        block.is_reduced = block.copies > 0 && event.tier == StorageTier::Device;
                     }
                 }
             }
@@ -95,16 +100,16 @@ impl RingContents {
     }
 
     pub(super) fn held(&self) -> impl Iterator<Item = BlockName> {
-        let held = self.blocks.iter().filter(|(name, copies)| **copies > 0 && !self.uncertain.contains(*name));
-        held.map(|(name, _)| *name)
+        let is_known = |block: &RingBlock| !block.is_uncertain && (self.removes_one || !block.is_reduced);
+        self.blocks.iter().filter(move |(_, block)| block.copies > 0 && is_known(block)).map(|(name, _)| *name)
     }
 
     fn holds(&self, name: BlockName) -> bool {
-        self.blocks.get(&name).is_some_and(|copies| *copies > 0)
+        self.blocks.get(&name).is_some_and(|block| block.copies > 0)
     }
 
     pub(super) fn is_gone(&self, name: BlockName) -> bool {
-        self.is_whole && !self.uncertain.contains(&name) && self.blocks.get(&name).is_none_or(|copies| *copies == 0)
+        self.is_whole && self.blocks.get(&name).is_none_or(|block| block.copies == 0 && !block.is_uncertain)
     }
 
     /// Whether a replay from the beginning of the buffer would not restore the block.
@@ -136,14 +141,39 @@ mod tests {
     use crate::protocol::{BlockHash, EngineHash, StoredBlock};
     use crate::test_support::rank;
 
+    fn stored(parent: Option<u64>, names: &[u64]) -> RouterEvent {
+        let block = |name: &u64| StoredBlock { engine_hash: EngineHash(*name), block_hash: BlockHash(*name) };
+        let parent = parent.map(EngineHash);
+        event(KvEvent::Stored { parent, blocks: names.iter().map(block).collect() })
+    }
+
+    fn removed(names: &[u64]) -> RouterEvent {
+        event(KvEvent::Removed { blocks: names.iter().copied().map(EngineHash).collect() })
+    }
+
+    fn event(data: KvEvent) -> RouterEvent {
+        RouterEvent { rank: rank(0), tier: StorageTier::Device, data }
+    }
+
+    fn device(name: u64) -> BlockName {
+        (StorageTier::Device, EngineHash(name))
+    }
+
+    /// Cause: blocks of which one of several copies is removed were never compared again.
+    #[test]
+    fn removals_of_single_copies_are_recognised() {
+        let mut ring = RingContents::default();
+        ring.add(0, &[stored(None, &[1, 2, 3]), stored(Some(1), &[2, 3]), removed(&[2, 3])]);
+        assert_eq!(ring.held().collect::<Vec<_>>(), [device(1)]);
+        ring.add(1, &[removed(&[3])]);
+        assert_eq!(ring.held().collect::<Vec<_>>(), [device(1), device(2)]);
+        ring.add(2, &[stored(Some(1), &[2]), removed(&[2])]);
+        assert!(ring.is_gone(device(3)) && ring.held().any(|name| name == device(2)));
+    }
+
     /// Cause: the index counts a copy where the groups show a computation, and the ring did not.
     #[test]
     fn repeated_prompts_of_several_groups_are_not_compared() {
-        let event = |data| RouterEvent { rank: rank(0), tier: StorageTier::Device, data };
-        let stored = |names: &[u64]| {
-            let block = |name: &u64| StoredBlock { engine_hash: EngineHash(*name), block_hash: BlockHash(*name) };
-            event(KvEvent::Stored { parent: None, blocks: names.iter().map(block).collect() })
-        };
         let names = vec![EngineHash(2)];
         let of_group = event(KvEvent::GroupStored {
             group: 1,
@@ -152,10 +182,12 @@ mod tests {
             blocks: names.clone(),
         });
         let mut ring = RingContents::default();
-        ring.add(0, &[stored(&[1, 2]), of_group.clone(), stored(&[3])]);
-        ring.add(1, &[event(KvEvent::GroupRemoved { group: 1, blocks: names.clone() }), stored(&[1, 2]), of_group]);
-        ring.add(2, &[event(KvEvent::Removed { blocks: names })]);
-        let device = |name| (StorageTier::Device, EngineHash(name));
+        ring.add(0, &[stored(None, &[1, 2]), of_group.clone(), stored(None, &[3])]);
+        ring.add(
+            1,
+            &[event(KvEvent::GroupRemoved { group: 1, blocks: names.clone() }), stored(None, &[1, 2]), of_group],
+        );
+        ring.add(2, &[removed(&[2])]);
         assert!(![1, 2, 3].map(device).into_iter().any(|name| ring.is_gone(name)) && ring.is_gone(device(4)));
         assert_eq!(ring.held().collect::<Vec<_>>(), [device(3)]);
     }
