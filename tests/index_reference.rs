@@ -40,6 +40,8 @@ struct ReferenceRank {
     groups: BTreeMap<u8, (u32, BTreeMap<EngineHash, u64>)>,
     /// Whether the last list at the start of a prompt was computed, not reported.
     has_computed: bool,
+    /// Whether a list was certainly reported, because a shorter hit was possible too.
+    has_reported: bool,
 }
 
 impl Reference {
@@ -64,6 +66,7 @@ impl Reference {
                 waiting: BTreeMap::new(),
                 groups: BTreeMap::new(),
                 has_computed: false,
+                has_reported: false,
             },
         );
         true
@@ -150,12 +153,14 @@ impl ReferenceRank {
     fn store(&mut self, tier: StorageTier, parent: Option<EngineHash>, blocks: &[StoredBlock]) -> Applied {
         let mut applied = Applied::default();
         // A list that starts a prompt may be a repeated announcement of held blocks. With several cache groups it is one
-        // only if the groups allow a hit of all its blocks.
+        // only if the groups allow a hit of all its blocks, and the engine has certainly reported or the list has one.
         let list: Vec<_> = blocks.iter().map(|block| block.block_hash).collect();
         let is_start = tier == StorageTier::Device && parent.is_none() && !self.groups.is_empty();
         if is_start {
             let is_held = (1..=list.len()).all(|end| self.name_of(tier, &list[..end]).is_some());
-            self.has_computed = !(is_held && self.groups_allow(&list));
+            let is_possible = is_held && self.groups_allow(&list);
+            self.has_reported |= is_possible && (1..list.len()).any(|end| self.groups_allow(&list[..end]));
+            self.has_computed = !(is_possible && (self.has_reported || list.len() == 1));
         }
         let adds_copies = tier == StorageTier::Device && (parent.is_some() || is_start && self.has_computed);
         let mut parent = parent;
@@ -259,7 +264,7 @@ impl ReferenceRank {
         self.waiting.retain(|(tier, _), _| !tiers.contains(tier));
         if tiers.contains(&StorageTier::Device) {
             self.groups.clear();
-            self.has_computed = false;
+            (self.has_computed, self.has_reported) = (false, false);
         }
         Applied { removed: before - held(self), ..Applied::default() }
     }
