@@ -5,15 +5,11 @@
 //! bytes, and a thousand of them take a few kilobytes. Frames are copied, because each refers to the whole buffer of its
 //! read.
 
-/// Maximum length of a frame, below the numbers of other entries.
-const FRAME_BYTES_MAX: usize = 0xff00;
+/// Maximum length of a frame, so that lengths have two bytes.
+const FRAME_BYTES_MAX: usize = u16::MAX as usize;
 
 /// Maximum length of a difference. With a longer one, the frame becomes the template.
 const DIFFERENCE_BYTES_MAX: usize = 128;
-
-/// Entries in place of a length: new numbers of equal bytes, and a template.
-const EQUAL: usize = 0xffff;
-const TEMPLATE: usize = 0xfffe;
 
 /// Text of every chunk, and text that may be an error.
 const CHUNK: &str = "\"choices\"";
@@ -30,14 +26,15 @@ pub(super) struct UnreadFrames {
     /// Numbers of bytes at the start and at the end that all frames since the template have.
     equal: (usize, usize),
     has_end: bool,
-    /// Per frame the length of the difference and its bytes, and other entries.
-    entries: Vec<u8>,
+    /// Per frame the lengths of the equal start, of the difference, and of the equal end; then the difference. A template
+    /// has no equal bytes.
+    differences: Vec<u8>,
 }
 
 impl UnreadFrames {
     /// Size in bytes without the template.
     pub(super) fn bytes(&self) -> usize {
-        self.entries.len()
+        self.differences.len()
     }
 
     /// Adds a frame of chunks without an error, or the first end mark. Returns whether it is one; others are not added.
@@ -49,29 +46,27 @@ impl UnreadFrames {
             let (template, (start, end)) = (&self.template, self.equal);
             let start = equal(&template[..start], frame);
             let end = equal(template[template.len() - end..].iter().rev(), frame[start..].iter().rev());
-            let is_similar = frame.len() - start - end <= DIFFERENCE_BYTES_MAX;
-            if !is_similar || self.chunk_end == 0 || start < self.chunk_end {
+            self.equal = (start, end);
+            if !self.has_equal_ends(frame) {
                 return self.set_template(frame);
             }
-            self.equal = (start, end);
-            [EQUAL, start, end].iter().for_each(|number| self.add(*number));
         }
         let (start, end) = (self.equal.0, frame.len() - self.equal.1);
         // The template has no error, so that a new one begins or ends in the difference.
-        if has_error(&frame[start.saturating_sub(ERROR.len())..frame.len().min(end + ERROR.len())]) {
-            return false;
+        let is_chunk = !has_error(&frame[start.saturating_sub(ERROR.len())..frame.len().min(end + ERROR.len())]);
+        if is_chunk {
+            self.add(self.equal, &frame[start..end]);
         }
-        self.add(end - start);
-        self.entries.extend_from_slice(&frame[start..end]);
-        true
+        is_chunk
     }
 
     fn has_equal_ends(&self, frame: &[u8]) -> bool {
         let (template, (start, end)) = (&self.template, self.equal);
-        let is_similar = frame.len().checked_sub(start + end).is_some_and(|length| length <= DIFFERENCE_BYTES_MAX);
-        self.chunk_end > 0
+        let is_similar = (start + end..=start + end + DIFFERENCE_BYTES_MAX).contains(&frame.len());
+        let has_chunk = (1..=start).contains(&self.chunk_end);
+        has_chunk
             && is_similar
-            && frame[..start] == template[..start]
+            && frame.starts_with(&template[..start])
             && frame.ends_with(&template[template.len() - end..])
     }
 
@@ -85,42 +80,32 @@ impl UnreadFrames {
         self.template.clear();
         self.template.extend_from_slice(frame);
         self.equal = (frame.len(), frame.len());
-        [TEMPLATE, frame.len()].iter().for_each(|number| self.add(*number));
-        self.entries.extend_from_slice(frame);
+        self.add((0, 0), frame);
         true
     }
 
-    fn add(&mut self, number: usize) {
-        self.entries.extend_from_slice(&u16::try_from(number).unwrap_or(u16::MAX).to_le_bytes());
+    fn add(&mut self, (start, end): (usize, usize), difference: &[u8]) {
+        let lengths =
+            [start, difference.len(), end].map(|length| u16::try_from(length).unwrap_or(u16::MAX).to_le_bytes());
+        self.differences.extend_from_slice(lengths.as_flattened());
+        self.differences.extend_from_slice(difference);
     }
 
     /// Removes and returns all frames in order.
     pub(super) fn take(&mut self) -> Vec<Vec<u8>> {
-        let Self { entries, .. } = std::mem::take(self);
-        let (mut rest, mut frames) = (&entries[..], Vec::new());
-        let (mut template, mut start, mut end) = (&[][..], 0, 0);
-        while !rest.is_empty() {
-            match next_number(&mut rest) {
-                EQUAL => (start, end) = (next_number(&mut rest), next_number(&mut rest)),
-                TEMPLATE => {
-                    let length = next_number(&mut rest);
-                    (template, rest) = rest.split_at(length);
-                    (start, end) = (length, length);
-                    frames.push(template.to_vec());
-                }
-                length => {
-                    let (difference, after) = rest.split_at(length);
-                    frames.push([&template[..start], difference, &template[template.len() - end..]].concat());
-                    rest = after;
-                }
+        let Self { differences, .. } = std::mem::take(self);
+        let (mut rest, mut template, mut frames) = (&differences[..], &[][..], Vec::new());
+        while let Some((lengths, bytes)) = rest.split_at_checked(6) {
+            let length = |n: usize| usize::from(u16::from_le_bytes([lengths[2 * n], lengths[2 * n + 1]]));
+            let (difference, after) = bytes.split_at(length(1));
+            frames.push([&template[..length(0)], difference, &template[template.len() - length(2)..]].concat());
+            if length(0) == 0 {
+                template = difference;
             }
+            rest = after;
         }
         frames
     }
-}
-
-fn next_number(entries: &mut &[u8]) -> usize {
-    entries.split_off(..2).map_or(0, |number| usize::from(u16::from_le_bytes([number[0], number[1]])))
 }
 
 /// Number of equal items at the start.
