@@ -17,6 +17,9 @@ impl IncompleteEvent {
     /// Adds a frame, and returns the events that are whole now. Frames of whole events are not copied.
     pub(super) fn push(&mut self, mut frame: Bytes) -> Bytes {
         if self.0.is_empty() {
+            if frame.ends_with(b"\n\n") {
+                return frame;
+            }
             let events = frame.split_to(events_end(&frame, 0));
             self.0.extend_from_slice(&frame);
             return events;

@@ -137,19 +137,23 @@ impl Migrating {
             if self.joiner.has_failed() {
                 return Poll::Ready(Some(Err(self.answer.fail())));
             }
-            let bytes = match ready!(Pin::new(&mut self.answer).poll_frame(context)) {
-                Some(Ok(frame)) => match frame.into_data() {
-                    Ok(data) => self.joiner.push(data),
-                    Err(trailers) => return Poll::Ready(Some(Ok(trailers))),
-                },
+            let mut polled = ready!(Pin::new(&mut self.answer).poll_frame(context));
+            match &mut polled {
+                Some(Ok(frame)) => {
+                    let Some(data) = frame.data_mut() else { return Poll::Ready(polled) };
+                    *data = self.joiner.push(std::mem::take(data));
+                    if !data.is_empty() {
+                        return Poll::Ready(polled);
+                    }
+                }
+                Some(Err(_)) => return Poll::Ready(polled),
                 None => {
                     self.has_ended = true;
-                    self.joiner.finish()
+                    let rest = self.joiner.finish();
+                    if !rest.is_empty() {
+                        return Poll::Ready(Some(Ok(Frame::data(rest))));
+                    }
                 }
-                Some(Err(cut)) => return Poll::Ready(Some(Err(cut))),
-            };
-            if !bytes.is_empty() {
-                return Poll::Ready(Some(Ok(Frame::data(bytes))));
             }
         }
         // The failure, if any.
