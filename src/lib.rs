@@ -178,7 +178,6 @@ pub mod internals {
     pub use crate::actors::{FaultMoment, Hang, InjectedPanic};
     #[cfg(feature = "tower")]
     pub use crate::actors::{PlaceFuture, PlaceRequests};
-    pub use crate::named;
 
     macro_rules! expose {
         ($($module:ident)*) => { $(pub mod $module { pub use crate::$module::*; })* };

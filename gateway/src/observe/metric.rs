@@ -1,7 +1,7 @@
 //! Definition of a metric: name, type, labels and description.
 
 use metrics::Unit;
-use pointsman::internals::named;
+use pointsman::named;
 
 named! {
 /// Metric type.

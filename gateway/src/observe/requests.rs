@@ -4,7 +4,7 @@
 //! endpoint is counted exactly once; handles are looked up once, not per request; labels contain configured names only,
 //! never client input. The recorder defines buckets and renders the page.
 
-use pointsman::internals::named;
+use pointsman::named;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;

@@ -1,6 +1,6 @@
 //! Metrics of transports, and the log lines of refused connections.
 
-use pointsman::internals::named;
+use pointsman::named;
 use std::fmt;
 use std::time::Duration;
 

@@ -1,6 +1,6 @@
 //! Settings of a model with a prefill pool and a decode pool.
 
-use pointsman::internals::named;
+use pointsman::named;
 use pointsman::{DisaggConfig, RouterConfig, SkipPolicy};
 
 use super::rules::Rules;

@@ -25,7 +25,7 @@ mod template;
 pub(crate) mod tests;
 mod threads;
 
-use pointsman::internals::named;
+use pointsman::named;
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

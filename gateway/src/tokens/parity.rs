@@ -4,7 +4,7 @@
 //! periodically. No client text is sent or logged. The result of a worker stays in force until its next one; a worker
 //! that does not respond changes nothing.
 
-use pointsman::internals::named;
+use pointsman::named;
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;

@@ -8,7 +8,7 @@
 //! Values pass byte for byte, because parameters of a transfer are opaque and differ between engine versions. The module
 //! performs no I/O; the caller sends the legs, selects the ranks and chooses the identifiers.
 
-use pointsman::internals::named;
+use pointsman::named;
 use std::fmt;
 
 use serde::{Deserialize, Serialize};

@@ -1,6 +1,6 @@
 //! Levels and sentences derived from the facts of ranks and models. Pure.
 
-use pointsman::internals::named;
+use pointsman::named;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;

@@ -39,7 +39,7 @@ struct Row {
 
 macro_rules! endpoints {
     ($($value:ident = $name:literal: $methods:literal $form:ident $work:ident $prompt:literal [$($path:literal),*];)*) => {
-        pointsman::internals::named! {
+        pointsman::named! {
         /// A routed endpoint.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         pub enum Endpoint {

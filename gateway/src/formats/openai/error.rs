@@ -3,7 +3,7 @@
 //! Defines format, machine-readable codes, and the mapping of router errors to HTTP. Messages never reveal other
 //! clients, workers, or the number of workers.
 
-use pointsman::internals::named;
+use pointsman::named;
 use std::time::Duration;
 
 use axum::body::Body;

@@ -1,6 +1,6 @@
 //! Counts of requests with two legs, for reports: by place of the prefill, and by pair of ranks.
 
-use pointsman::internals::named;
+use pointsman::named;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 

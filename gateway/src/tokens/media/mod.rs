@@ -11,7 +11,7 @@ pub(super) mod layout;
 pub(super) mod lengths;
 pub(super) mod placeholders;
 
-use pointsman::internals::named;
+use pointsman::named;
 use std::borrow::Cow;
 use std::sync::LazyLock;
 
