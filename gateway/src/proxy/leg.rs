@@ -1,8 +1,9 @@
-//! Task of one leg of a disaggregated request.
+//! Task of a request, or of one leg of a disaggregated request.
 
+use tokio::runtime::Handle;
 use tokio::task::JoinSet;
 
-/// A leg in a task of its own, which is cancelled with this value. The default has ended.
+/// A task that is cancelled with this value. The default has ended.
 pub(super) struct Leg<T: 'static>(JoinSet<T>);
 
 impl<T> Default for Leg<T> {
@@ -12,9 +13,9 @@ impl<T> Default for Leg<T> {
 }
 
 impl<T: Send + 'static> Leg<T> {
-    pub(super) fn start(leg: impl Future<Output = T> + Send + 'static) -> Self {
+    pub(super) fn start(runtime: &Handle, leg: impl Future<Output = T> + Send + 'static) -> Self {
         let mut task = JoinSet::new();
-        task.spawn(leg);
+        task.spawn_on(leg, runtime);
         Self(task)
     }
 

@@ -40,12 +40,14 @@ use axum::body::{Body, Bytes};
 use axum::http::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Request, Response, StatusCode};
 use axum::response::IntoResponse as _;
+use http_body::Body as _;
 use hyper::upgrade::OnUpgrade;
 use pointsman::AnswerKind;
 use serde_json::json;
 
 use crate::formats::anthropic::Known;
 use crate::formats::openai::{AnsweredModel, ApiError, Endpoint, request_id, to_client};
+use crate::net::cores;
 use crate::pools::disaggregation::PrefillResult;
 use crate::proxy::account::Account;
 use crate::proxy::context::RequestContext;
@@ -57,13 +59,17 @@ pub(crate) use attempts::WorkerResponse;
 use cached_tokens::Corrected;
 pub(crate) use exchange::checked_kind;
 pub(crate) use failure::failure_outcome;
-use heartbeats::{Heartbeats, kept_alive};
+use heartbeats::{Heartbeats, Serving, kept_alive};
+use leg::Leg;
 use messages::{Translation, converted_error};
 use migration::{MigratingBody, Migration};
 use refusal::Refusal;
 
 /// Place of the prefill, in responses of models with a prefill pool.
 const PREFILL: HeaderName = HeaderName::from_static("x-pointsman-prefill");
+
+/// Longest body of a request that is served on the core of its connection.
+const SHORT_BYTES_MAX: u64 = 64 << 10;
 
 /// Serves a request to one of the endpoints.
 pub(crate) fn answer(
@@ -73,7 +79,19 @@ pub(crate) fn answer(
 ) -> impl Future<Output = Response<Body>> {
     let interval = Duration::from_millis(context.settings.gateway.heartbeat_after_ms);
     let heartbeats = Heartbeats::new(endpoint, interval);
-    kept_alive(Arc::clone(&heartbeats), Box::pin(serve(endpoint, context, request, heartbeats)))
+    let shared = occupies_core(&request).then(cores::shared).flatten();
+    let served = serve(endpoint, context, request, Arc::clone(&heartbeats));
+    let serving: Serving = match shared {
+        None => Box::pin(served),
+        Some(shared) => Box::pin(async move { Leg::start(&shared, served).end().await }),
+    };
+    kept_alive(heartbeats, serving)
+}
+
+/// Whether the body may take a core so long that its other requests notice.
+fn occupies_core(request: &Request<Body>) -> bool {
+    request.body().size_hint().upper().is_none_or(|bytes| bytes > SHORT_BYTES_MAX)
+        || request.headers().contains_key(CONTENT_ENCODING)
 }
 
 /// Serves a request whose client may receive heartbeats meanwhile.

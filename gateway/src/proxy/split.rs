@@ -14,6 +14,7 @@ use axum::http::header::CONTENT_TYPE;
 use axum::http::{HeaderValue, Response, StatusCode};
 use pointsman::protocol::WorkerRank;
 use pointsman::{AnswerKind, Outcome, Placement, PrefillPlacement, RouteRequest, WhyLocal};
+use tokio::runtime::Handle;
 use tokio::time::{Instant, timeout};
 
 use super::begin::{ResponseStart, TimeLimit};
@@ -300,9 +301,10 @@ impl<'a> Split<'a> {
         let seen = Arc::clone(&status);
         let on_head = move |head: StatusCode| seen.store(head.as_u16(), Ordering::Relaxed);
         let heartbeats = decode.account.heartbeats.clone();
+        let runtime = Handle::current();
         let mut both = BothLegs {
-            prefill: Leg::start(leg),
-            decode: Leg::start(outbound.exchange(request, decode.placement.rank(), heartbeats, on_head)),
+            prefill: Leg::start(&runtime, leg),
+            decode: Leg::start(&runtime, outbound.exchange(request, decode.placement.rank(), heartbeats, on_head)),
             decode_abort: outbound.abort_of(outbound.model, decode.placement, bodies.abort_ids(transfer)),
             lingers: (pool.protocol() == Protocol::Sglang).then_some(outbound.kind),
         };

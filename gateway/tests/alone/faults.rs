@@ -11,7 +11,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
-use crate::common::proxy::{self, Answer, PATIENCE, at_rest, eventually, get, send, worker};
+use crate::common::proxy::{self, Answer, PATIENCE, at_rest, eventually, get, kept, send, worker};
 
 /// Final event of a stream.
 pub(crate) const DONE: &str = "data: [DONE]\n\n";
@@ -23,6 +23,12 @@ pub(crate) const PATH: &str = "/v1/completions";
 pub(crate) fn body() -> String {
     serde_json::json!({ "model": "mock", "prompt": (0..64).collect::<Vec<u32>>(), "max_tokens": 8, "stream": true })
         .to_string()
+}
+
+/// The same on a connection that stays open.
+pub(crate) fn kept_request() -> String {
+    let body = body();
+    format!("POST {PATH} HTTP/1.1\r\nhost: g\r\ncontent-length: {}\r\n\r\n{body}", body.len())
 }
 
 /// One model with one-rank workers at these URLs. No timeout fires by accident.
@@ -54,6 +60,11 @@ impl Client {
     /// A client that has sent its request.
     pub(crate) fn of(stream: TcpStream) -> Self {
         Self { stream, bytes: Vec::new() }
+    }
+
+    /// Sends a request on this connection, which stays open, and reads the response.
+    pub(crate) async fn ask_again(&mut self) -> Answer {
+        kept(&mut self.stream, &kept_request()).await.expect("response received")
     }
 
     /// Writes the bytes. Returns whether the peer accepted all of them.

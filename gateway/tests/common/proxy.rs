@@ -360,7 +360,10 @@ impl Script {
                     let mut byte = [0];
                     tokio::select! {
                         biased;
-                        _ = stream.read(&mut byte) => return false,
+                        _ = stream.read(&mut byte) => {
+                            self.seen(|seen| seen.hung_up += 1);
+                            return false;
+                        }
                         permit = self.gate.acquire() => {
                             permit.expect("the gate stays open").forget();
                             self.seen(|seen| seen.unresumed -= 1);

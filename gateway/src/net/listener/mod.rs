@@ -27,7 +27,7 @@ use axum::http::{HeaderValue, StatusCode, Version};
 use hyper::body::{Body, Incoming};
 use hyper::service::service_fn;
 use hyper::{Request, Response};
-use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::conn::auto;
 use metrics::Counter;
 use tokio::io::{AsyncRead, AsyncWrite};
@@ -46,6 +46,7 @@ pub use socket::ListenError;
 pub(crate) use socket::{Reserved, ReservedSockets};
 
 use super::budget::RequestBudget;
+use super::cores::{Cores, Streams};
 
 /// Maximum length of a request head, and of buffered unread data; HTTP/1.1 may exceed it by one read. Longer heads, and
 /// heads with more headers, are rejected with 431.
@@ -94,6 +95,8 @@ pub(crate) struct ListenerOptions {
     /// Time of a drain after which HTTP/2 connections receive GOAWAY beside open streams too. Proxies then complete their
     /// streams, some clients lose them.
     pub(crate) busy_max: Duration,
+    /// Threads of the connections; `None`: the shared runtime.
+    pub(crate) cores: Option<Cores>,
     /// Budget of the requests; `None`: all are served.
     pub(crate) budget: Option<Arc<RequestBudget>>,
     /// Maximum concurrent requests of an HTTP/2 connection.
@@ -207,25 +210,33 @@ async fn accept(
 ) -> JoinSet<()> {
     let mut connections = JoinSet::new();
     let seen = phase.clone();
-    let serve_connection = |Accepted { stream, peer, place, is_overflow }: Accepted| {
+    let serve = |connections: &mut JoinSet<()>, Accepted { stream, peer, place, is_overflow }: Accepted| {
         let protocol = Arc::clone(&control.0.borrow());
         let client = Connection::of(&activity, protocol.options.budget.clone());
         let seen = Seen { peer, client, phase: seen.clone() };
-        async move {
-            protocol.serve_connection(stream, is_overflow, seen).await;
+        let (cores, stream) = (protocol.options.cores.clone(), stream.into_std());
+        let served = async move {
+            // Only in the runtime of the connection.
+            if let Ok(stream) = stream.and_then(TcpStream::from_std) {
+                protocol.serve_connection(stream, is_overflow, seen).await;
+            }
             drop(place);
+        };
+        match cores {
+            Some(cores) => cores.serve(connections, served),
+            None => drop(connections.spawn(served)),
         }
     };
     loop {
         tokio::select! {
             biased;
             () = until(&mut phase, |phase| phase >= Phase::Stopped) => {
-                from.waiting().into_iter().for_each(|accepted| drop(connections.spawn(serve_connection(accepted))));
+                from.waiting().into_iter().for_each(|accepted| serve(&mut connections, accepted));
                 return connections;
             }
             // Ended connections are only removed; the way a client disconnects is irrelevant.
             Some(_) = connections.join_next() => {}
-            accepted = from.next() => drop(connections.spawn(serve_connection(accepted))),
+            accepted = from.next() => serve(&mut connections, accepted),
         }
     }
 }
@@ -284,19 +295,20 @@ struct Protocol {
 
 /// HTTP settings of a connection.
 struct Http {
-    builder: auto::Builder<TokioExecutor>,
+    builder: auto::Builder<Streams>,
     /// Maximum time without a request.
     idle_max: Duration,
 }
 
 impl Http {
-    fn new(head_timeout: Duration, streams_max: u32) -> Self {
-        let mut builder = auto::Builder::new(TokioExecutor::new());
+    fn new(head_timeout: Duration, options: &ListenerOptions) -> Self {
+        let mut builder = auto::Builder::new(Streams(options.cores.clone()));
         let mut http1 = builder.http1();
         http1.timer(TokioTimer::new()).header_read_timeout(head_timeout);
         http1.max_buf_size(HEAD_BYTES_MAX).max_headers(HEADERS_MAX);
         let mut http2 = builder.http2();
-        http2.timer(TokioTimer::new()).max_header_list_size(HEAD_BYTES_MAX as u32).max_concurrent_streams(streams_max);
+        http2.timer(TokioTimer::new()).max_header_list_size(HEAD_BYTES_MAX as u32);
+        http2.max_concurrent_streams(options.streams_max);
         http2.initial_connection_window_size(WINDOW_BYTES).initial_stream_window_size(WINDOW_BYTES);
         http2.max_send_buf_size(SEND_BYTES_MAX);
         Self { builder, idle_max: head_timeout }
@@ -305,7 +317,7 @@ impl Http {
 
 impl Protocol {
     fn new(options: ListenerOptions, routes: Router, handshakes_refused: Counter) -> Self {
-        let http = |head_timeout| Http::new(head_timeout, options.streams_max);
+        let http = |head_timeout| Http::new(head_timeout, &options);
         let mut overflow_http = http(options.head_timeout.min(OVERFLOW_HEAD_TIME_MAX));
         overflow_http.builder.http1().keep_alive(false);
         Self { http: http(options.head_timeout), overflow_http, options, handshakes_refused, routes }
@@ -313,8 +325,8 @@ impl Protocol {
 
     /// The same routes with other options. The acceptor enforces the number of connections.
     fn with(&self, options: ListenerOptions) -> Self {
-        let ListenerOptions { overflow, budget, .. } = self.options.clone();
-        let options = ListenerOptions { overflow, budget, ..options };
+        let ListenerOptions { overflow, budget, cores, .. } = self.options.clone();
+        let options = ListenerOptions { overflow, budget, cores, ..options };
         Self::new(options, self.routes.clone(), self.handshakes_refused.clone())
     }
 

@@ -4,6 +4,7 @@ use std::path::Path;
 use axum::body::Body;
 use axum::routing::get;
 use http_body_util::BodyExt as _;
+use hyper_util::rt::TokioExecutor;
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, ServerName};
 use rustls::{ClientConfig, RootCertStore};
@@ -24,6 +25,7 @@ fn options(name: &'static str) -> ListenerOptions {
         name,
         connections_max: 100,
         overflow: None,
+        cores: Some(Cores::start().expect("threads")),
         budget: None,
         streams_max: 100,
         head_timeout: PATIENCE,
@@ -357,21 +359,20 @@ async fn requests_above_the_budget_are_answered_by_the_overflow_routes() {
             }
         });
     let overflow = Some(Overflow { connections_max: 1, routes });
-    let options = ListenerOptions { overflow, budget: Some(RequestBudget::new(1 << 20, 1)), ..options("budget") };
-    let listener = start(options, &go).await;
+    let budget = Some(RequestBudget::new(1 << 20, 1));
+    // On the thread of the test, which sees a request with its permit.
+    let listener = start(ListenerOptions { overflow, cores: None, budget, ..options("budget") }, &go).await;
     let mut held = connect(&listener).await;
     send(&mut held, "/hang").await;
-    let mut other = connect(&listener).await;
-    let refused = async {
-        loop {
-            send(&mut other, "/").await;
-            let body = read_some(&mut other).await;
-            if body.ends_with("request_budget_exhausted") {
-                return;
-            }
+    let begun = async {
+        while listener.activity.in_flight() == 0 {
+            tokio::task::yield_now().await;
         }
     };
-    timeout(PATIENCE, refused).await.expect("the first request is in flight");
+    timeout(PATIENCE, begun).await.expect("the first request is in flight");
+    let mut other = connect(&listener).await;
+    send(&mut other, "/").await;
+    answer(&mut other, "request_budget_exhausted").await;
     send(&mut other, "/live").await;
     answer(&mut other, "live").await;
     go.notify_one();

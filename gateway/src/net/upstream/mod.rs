@@ -28,6 +28,7 @@ use tower::util::MapResponse;
 
 use self::ended::{Observed, Signaling};
 use self::keys::WorkerKeys;
+use super::cores;
 use super::listener::{HEAD_BYTES_MAX, HEADERS_MAX};
 use crate::settings::{Secret, SecretError};
 
@@ -40,7 +41,7 @@ pub use access::WorkerAccess;
 pub(crate) use tls::WorkerTlsFiles;
 pub use tls::{WorkerTlsError, worker_tls};
 
-/// Maximum idle connections per worker.
+/// Maximum idle connections per worker, of all cores.
 const IDLE_PER_WORKER_MAX: usize = 512;
 
 /// Idle timeout, shorter than that of engines, so that they rarely close a connection during its reuse (uvicorn closes
@@ -131,7 +132,7 @@ impl UpstreamError {
     }
 }
 
-/// Client for workers. Clones are cheap and share their connections and keys.
+/// Client for workers. Clones are cheap and share their connections and keys. Each core has connections of its own.
 #[derive(Clone)]
 pub struct Upstream(Arc<Shared>);
 
@@ -140,9 +141,9 @@ struct Shared {
     keys: Arc<WorkerKeys>,
 }
 
-#[derive(Clone)]
 struct Connector {
-    client: HttpsClient,
+    /// By the number of the core.
+    clients: Arc<[HttpsClient]>,
     connect_timeout: Duration,
     /// `gateway.worker_api_key_file`.
     key_file: Option<PathBuf>,
@@ -156,7 +157,7 @@ impl Upstream {
     /// A client without connections and keys. `tls` defines the trusted certificates.
     #[must_use]
     pub fn new(tls: ClientConfig, connect_timeout: Duration) -> Self {
-        let connector = Connector { client: client(tls, connect_timeout), connect_timeout, key_file: None };
+        let connector = Connector { clients: clients(&tls, connect_timeout), connect_timeout, key_file: None };
         Self(Arc::new(Shared { connector: RwLock::new(connector), keys: Arc::default() }))
     }
 
@@ -168,8 +169,8 @@ impl Upstream {
 
     /// Uses `tls` for new connections of all clones. Requests in flight keep their connections.
     pub(crate) fn set_tls(&self, tls: ClientConfig, connect_timeout: Duration) {
-        let client = client(tls, connect_timeout);
-        self.set(|connector| (connector.client, connector.connect_timeout) = (client, connect_timeout));
+        let clients = clients(&tls, connect_timeout);
+        self.set(|connector| (connector.clients, connector.connect_timeout) = (clients, connect_timeout));
     }
 
     fn set(&self, change: impl FnOnce(&mut Connector)) {
@@ -177,8 +178,10 @@ impl Upstream {
         change(&mut self.0.connector.write());
     }
 
-    fn connector(&self) -> Connector {
-        self.0.connector.read().clone()
+    /// The client of this core, and the time limit of its connects.
+    fn client(&self) -> (HttpsClient, Duration) {
+        let connector = self.0.connector.read();
+        (connector.clients[cores::number()].clone(), connector.connect_timeout)
     }
 
     fn key_file(&self) -> Option<PathBuf> {
@@ -190,7 +193,7 @@ impl Upstream {
     /// # Errors
     /// Connection failure or broken connection.
     pub async fn send(&self, mut request: Request<Full<Bytes>>) -> Result<Response<Incoming>, UpstreamError> {
-        let Connector { client, connect_timeout, .. } = self.connector();
+        let (client, connect_timeout) = self.client();
         let (mut connections, sent_at) = (Observed::of(&mut request), Instant::now());
         let (error, has_end) = tokio::select! {
             biased;
@@ -254,7 +257,12 @@ fn lacks_descriptor(error: &(dyn Error + 'static)) -> bool {
     codes.any(|code| NO_DESCRIPTOR.contains(&code))
 }
 
-fn client(tls: ClientConfig, connect_timeout: Duration) -> HttpsClient {
+fn clients(tls: &ClientConfig, connect_timeout: Duration) -> Arc<[HttpsClient]> {
+    let count = *cores::COUNT + 1;
+    (0..count).map(|_| client(tls.clone(), connect_timeout, IDLE_PER_WORKER_MAX.div_ceil(count))).collect()
+}
+
+fn client(tls: ClientConfig, connect_timeout: Duration, idle_max: usize) -> HttpsClient {
     let mut http = HttpConnector::new();
     http.enforce_http(false);
     http.set_nodelay(true);
@@ -263,7 +271,7 @@ fn client(tls: ClientConfig, connect_timeout: Duration) -> HttpsClient {
     Client::builder(TokioExecutor::new())
         .pool_timer(TokioTimer::new())
         .pool_idle_timeout(IDLE_KEPT)
-        .pool_max_idle_per_host(IDLE_PER_WORKER_MAX)
+        .pool_max_idle_per_host(idle_max)
         .http1_max_headers(HEADERS_MAX)
         .http1_max_buf_size(HEAD_BYTES_MAX)
         .build(connector.wrap_connector(http).map_response(Signaling::new as fn(Stream) -> Signaling<Stream>))

@@ -8,7 +8,7 @@ use crate::common::proxy::{
     Act, EVENT, FINE, Scripted, chunk, chunked_head, eventually, full_response, gateway, request, send, stream_end,
     until,
 };
-use crate::faults::{self, Client, PATH, body, expect_idle, metric, settings};
+use crate::faults::{self, Client, PATH, body, expect_idle, kept_request, metric, settings};
 
 /// Frames of a streamed response.
 const FRAMES: usize = 5;
@@ -52,7 +52,8 @@ async fn clients_may_disconnect_at_every_frame() {
             client.expect_body(frames(frames_sent).as_bytes()).await;
         }
         drop(client);
-        worker.wait_until_closed().await;
+        // Each core keeps idle connections of its own.
+        until("the worker's connection is closed", || worker.seen(|seen| seen.hung_up) == steps + 1).await;
         expect_idle(&gateway).await;
         // The next request is served normally.
         worker.release(FRAMES + 2);
@@ -205,11 +206,10 @@ async fn clients_may_disconnect_within_their_request() {
     let _alone = alone().await;
     let worker = Scripted::responding_with(vec![full_response("200 OK", FINE)]).await;
     let gateway = gateway(settings(&[worker.url()])).await;
-    let full_response =
-        format!("POST {PATH} HTTP/1.1\r\nhost: g\r\ncontent-length: {}\r\n\r\n{}", body().len(), body());
-    for bytes in (0..full_response.len()).step_by(7) {
+    let whole = kept_request();
+    for bytes in (0..whole.len()).step_by(7) {
         let mut client = Client::connect(gateway.address()).await;
-        assert!(client.write(&full_response[..bytes]).await);
+        assert!(client.write(&whole[..bytes]).await);
     }
     expect_idle(&gateway).await;
     assert_eq!(worker.request_count(), 0);

@@ -10,7 +10,9 @@ use crate::alone;
 use crate::common::proxy::{
     Act, Answer, EVENT, FINE, PATIENCE, Scripted, chunk, chunked_head, full_response, gateway, until, write,
 };
-use crate::faults::{Client, counting_outcomes, expect_idle, expect_no_failure, expect_outcome, metric, settings};
+use crate::faults::{
+    Client, counting_outcomes, expect_idle, expect_no_failure, expect_outcome, kept_request, metric, settings,
+};
 
 /// The response to the client if every worker fails in the same way.
 #[derive(Clone, Copy, Debug)]
@@ -367,10 +369,13 @@ async fn closed_kept_connections_take_no_retry() {
         let mut settings = counting_outcomes(settings(&workers.each_ref().map(Scripted::url)));
         (settings.gateway.attempts_max, settings.gateway.retry_share_max) = (1, 0.0);
         let gateway = gateway(settings).await;
+        // One core, which keeps the connections.
+        let mut client = Client::connect(gateway.address()).await;
         for n in 0..REQUESTS {
-            let answer = Client::ask(&gateway).await.answer().await.expect("response received");
+            let answer = client.ask_again().await;
             assert_eq!((answer.status, answer.text()), (200, FINE), "{n}: {answer:?}");
         }
+        drop(client);
         let ended: usize = workers.iter().map(|worker| worker.request_count() / 2).sum();
         assert!(ended + 2 >= REQUESTS, "{ended}: nearly every request after the first ones finds a kept connection");
         expect_no_failure(&gateway).await;
@@ -381,13 +386,14 @@ async fn closed_kept_connections_take_no_retry() {
 /// All connections are kept, and each ends with its next request.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_request_outlasts_several_closed_connections() {
-    const CLIENTS: usize = 8;
+    const PER_CORE: usize = 4;
     let _alone = alone().await;
-    let worker = Scripted::with(Vec::new(), |n, _| {
+    let count = PER_CORE * std::thread::available_parallelism().map_or(1, usize::from);
+    let worker = Scripted::with(Vec::new(), move |n, _| {
         let served = full_response("200 OK", FINE);
-        if n < CLIENTS {
+        if n < count {
             vec![Act::Wait, served]
-        } else if n < 2 * CLIENTS {
+        } else if n < count + PER_CORE {
             vec![Act::Reset]
         } else {
             vec![served]
@@ -398,17 +404,20 @@ async fn a_request_outlasts_several_closed_connections() {
     settings.gateway.attempts_max = 1;
     let gateway = gateway(settings).await;
     let mut clients = Vec::new();
-    for _ in 0..CLIENTS {
-        clients.push(Client::ask(&gateway).await);
+    for _ in 0..count {
+        let mut client = Client::connect(gateway.address()).await;
+        assert!(client.write(kept_request()).await);
+        clients.push(client);
     }
-    until("each client has a connection", || worker.request_count() == CLIENTS).await;
-    worker.release(CLIENTS);
-    for client in clients {
-        assert_eq!(client.answer().await.expect("response received").text(), FINE);
+    until("each client has a connection", || worker.request_count() == count).await;
+    worker.release(count);
+    for client in &mut clients {
+        client.expect_body(FINE.as_bytes()).await;
     }
-    let answer = Client::ask(&gateway).await.answer().await.expect("response received");
+    let answer = clients[0].ask_again().await;
     assert_eq!((answer.status, answer.text()), (200, FINE), "{answer:?}");
-    assert!(worker.request_count() > CLIENTS + 1, "kept connections were used");
+    assert!(worker.request_count() > count + 1, "kept connections of the core were used");
+    drop(clients);
     expect_no_failure(&gateway).await;
     expect_idle(&gateway).await;
 }
@@ -425,12 +434,16 @@ async fn a_kept_connection_that_ends_late_counts_as_a_failure() {
     let mut settings = counting_outcomes(settings(&[worker.url()]));
     settings.gateway.attempts_max = 1;
     let gateway = gateway(settings).await;
-    assert_eq!(Client::ask(&gateway).await.answer().await.expect("response received").text(), FINE);
-    let client = Client::ask(&gateway).await;
-    until("the worker has it", || worker.request_count() == 2).await;
-    tokio::time::sleep(Duration::from_secs(3)).await;
-    worker.release(1);
-    assert_eq!(client.answer().await.expect("response received").status, 502);
+    let mut client = Client::connect(gateway.address()).await;
+    assert_eq!(client.ask_again().await.text(), FINE);
+    let late = async {
+        until("the worker has it", || worker.request_count() == 2).await;
+        tokio::time::sleep(Duration::from_secs(3)).await;
+        worker.release(1);
+    };
+    let (answer, ()) = tokio::join!(client.ask_again(), late);
+    assert_eq!(answer.status, 502);
+    drop(client);
     assert_eq!(
         (worker.request_count(), worker.seen(|seen| seen.accepted)),
         (2, 1),
