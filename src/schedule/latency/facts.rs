@@ -142,9 +142,9 @@ impl<T, V: LoadView> Case<'_, T, V> {
     }
 }
 
-/// Leading blocks cached on more than a quarter of the ranks, and on more than one.
+/// Leading blocks cached on more than half of the ranks, and on more than one.
 fn widespread_blocks(overlaps: &[RankOverlap], ranks: usize) -> u32 {
-    let others = (ranks / 4).max(1);
+    let others = (ranks / 2).max(1);
     if overlaps.len() <= others {
         return 0;
     }

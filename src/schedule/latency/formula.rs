@@ -19,7 +19,7 @@
 //! copy     = min(P · copied, 2 · copied + its part of stall and later)
 //! cost     = 3 · ttft + stall + later + D · (decode + slowdown) + displace − copy
 //! longest  = 2 · mean wait + mean prefill                            of the pool
-//! D        = max(1 / (1 − utilization), min(mean step / step_seconds, 2))
+//! D        = max(1 / (1 − utilization), min(mean step / step_seconds, 2)) / 5
 //! ```
 //!
 //! - *ttft*: time to the first token: earlier prefills, blocks that must become free, its own uncached prompt, and one
@@ -32,9 +32,11 @@
 //!   they have shorter queues elsewhere. Otherwise a long prompt on an idle rank would cost more than any pile of requests
 //!   on the rank that has it cached.
 //! - *decode*, *slowdown*: its own output at the step time of the rank, and the additional time of the other requests'
-//!   steps during that output. The price `D` is 1 on an idle pool. Prefills between the steps stretch a second of decode
-//!   to `1 / (1 − utilization)` seconds. Where steps are long rather than interrupted, a request that decodes longer slows
-//!   down later requests by a share that grows with the load, and the price is up to 2.
+//!   steps during that output. The price `D` is 1/5 on an idle pool: the difference in load between ranks lasts for a
+//!   part of the output only, because active requests end and later ones go to ranks with fewer. Prefills between the
+//!   steps stretch a second of decode to `1 / (1 − utilization)` seconds. Where steps are long rather than interrupted, a
+//!   request that decodes longer slows down later requests by a share that grows with the load, and the price is up to
+//!   2/5.
 //! - *displace*: newly computed blocks evict blocks that later requests would have used. They are computed again on an
 //!   average rank, where a second of work costs `P`.
 //! - *copy*: a prefix on many ranks, or only on crowded ones, is requested repeatedly; `copied` is the part of prefill
@@ -54,10 +56,14 @@ use crate::policy::Bounds;
 /// Weight of the time to first token.
 const TTFT_WEIGHT: f64 = 3.0;
 
-/// Upper limit of the price of a second of decode time from the length of steps.
+/// Share of an output during which a rank has one request more than the others. Measured: active requests are half done
+/// on average, and later ones go to the ranks with fewer. `docs/decisions` has other values.
+const IMBALANCE_SHARE: f64 = 0.2;
+
+/// Upper limit of the price of a second of decode time from the length of steps, before the share.
 const STEP_PRICE_MAX: f64 = 2.0;
 
-/// Upper limit of the utilization in the price of decode time, which is at most 5.
+/// Upper limit of the utilization in the price of decode time, which is at most 1.
 const DECODE_UTILIZATION_MAX: f64 = 0.8;
 
 /// Upper limit of the utilization in the cost of later arrivals, which is infinite at 1.
@@ -127,7 +133,7 @@ impl WorkPrices {
             later,
             queue_seconds_max: QUEUE_FACTOR * load.wait_seconds + mean_work_seconds,
             mean: TTFT_WEIGHT + load.requests + later * load.wait_seconds,
-            decode: load.step_ratio.clamp(1.0, STEP_PRICE_MAX).max(stretch),
+            decode: IMBALANCE_SHARE * load.step_ratio.clamp(1.0, STEP_PRICE_MAX).max(stretch),
         }
     }
 }
@@ -465,7 +471,7 @@ mod tests {
     fn worked_example_of_prices_and_steps() {
         let load =
             PoolLoad { arrivals_per_second: 4.0, utilization: 0.5, requests: 10.0, wait_seconds: 0.1, step_ratio: 1.5 };
-        let prices = WorkPrices { later: 16.0, queue_seconds_max: 0.2 + 0.125, mean: 3.0 + 10.0 + 1.6, decode: 2.0 };
+        let prices = WorkPrices { later: 16.0, queue_seconds_max: 0.2 + 0.125, mean: 3.0 + 10.0 + 1.6, decode: 0.4 };
         assert_eq!(WorkPrices::of(&load), prices);
         let busy = LatencyFacts { prompt_tokens: 6_400, requests: 9, read_blocks: 400, ..facts() };
         close(COST.itl_seconds(&busy), 0.004 + 10.0 * 20e-6 + 500.0 * 64.0 * 65e-9);
@@ -514,8 +520,8 @@ mod tests {
         let beyond = WorkPrices::of(&PoolLoad { arrivals_per_second: 100.0, utilization: 9.0, ..load });
         close(within.later, 2.0 * 10.0 / 0.1);
         close(beyond.later, within.later);
-        close(beyond.decode, 5.0);
-        close(WorkPrices::of(&PoolLoad { utilization: 0.2, step_ratio: 3.0, ..load }).decode, 2.0);
+        close(beyond.decode, 1.0);
+        close(WorkPrices::of(&PoolLoad { utilization: 0.2, step_ratio: 3.0, ..load }).decode, 0.4);
     }
 
     proptest! {
