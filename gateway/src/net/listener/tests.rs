@@ -197,9 +197,18 @@ async fn a_tls_listener_rejects_plain_http() {
     let mut received = Vec::new();
     let _ = timeout(PATIENCE, plain.read_to_end(&mut received)).await.expect("closed before the timeout");
     assert!(!received.starts_with(b"HTTP"), "{received:?}");
-    let page = http_body_util::BodyExt::collect(metrics.page().await.into_body()).await.expect("a page");
-    let page = String::from_utf8(page.to_bytes().to_vec()).expect("text");
-    assert!(page.contains("pointsman_gateway_handshakes_refused_total{listener=\"tls-test\"} 1"), "{page}");
+    let counted = async {
+        // The core counts after the connection is closed.
+        loop {
+            let page = http_body_util::BodyExt::collect(metrics.page().await.into_body()).await.expect("a page");
+            let page = String::from_utf8(page.to_bytes().to_vec()).expect("text");
+            if page.contains("pointsman_gateway_handshakes_refused_total{listener=\"tls-test\"} 1") {
+                return;
+            }
+            tokio::task::yield_now().await;
+        }
+    };
+    timeout(PATIENCE, counted).await.expect("the handshake is counted as refused");
 }
 
 #[tokio::test]
