@@ -32,7 +32,7 @@ pub struct Applied {
     pub grouped: u64,
     /// Names and copies removed, by a removal or by a clear.
     pub removed: u64,
-    /// Removed earlier with all copies, which one event has made certain.
+    /// Names of which an earlier removal removed all copies, as this event has shown.
     pub gone: u64,
     /// Events of a rank that is not registered in this index; ignored.
     pub unknown_ranks: u64,

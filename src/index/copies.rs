@@ -6,7 +6,6 @@
 //! of the engine's pool: if a rank holds more, removals have removed all copies, and a name whose last event is a
 //! removal is gone.
 
-use std::collections::BTreeSet;
 use std::mem::take;
 
 use ahash::RandomState;
@@ -106,7 +105,9 @@ impl Copies {
 
     /// Held names whose last event is a removal, ordered.
     pub(super) fn reduced(&self) -> Vec<EngineHash> {
-        self.reduced.iter().copied().collect::<BTreeSet<_>>().into_iter().collect()
+        let mut names: Vec<_> = self.reduced.iter().copied().collect();
+        names.sort_unstable();
+        names
     }
 
     /// Heap bytes.

@@ -253,7 +253,10 @@ impl Index {
         }
         let device = rank.residence_mut(StorageTier::Device, &self.hasher);
         let gone = device.copies_mut().map(Copies::end).unwrap_or_default();
-        rank.groups.iter_mut().filter(|_| !gone.is_empty()).for_each(|groups| groups.end_copies());
+        if gone.is_empty() {
+            return 0;
+        }
+        rank.groups.iter_mut().for_each(|groups| groups.end_copies());
         let (tree, residence) = self.parts(slot, StorageTier::Device);
         hold::forget(tree, residence, slot, &gone) as u64
     }

@@ -4,12 +4,12 @@
 //! endpoint is counted exactly once; handles are looked up once, not per request; labels contain configured names only,
 //! never client input. The recorder defines buckets and renders the page.
 
-use pointsman::named;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use metrics::{Counter, Gauge, Histogram};
+use pointsman::named;
 
 use crate::formats::openai::Endpoint;
 use crate::observe::activity::Activity;

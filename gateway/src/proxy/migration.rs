@@ -1,10 +1,10 @@
 //! Streamed response that moves to another rank when its engine fails.
 //!
-//! [`MigratingBody`] is the body of the client. Its inner [`Answer`] follows one attempt and returns the failure; the booking of
-//! the failed attempt has ended then, and its outcome is reported. The resumption uses the attempt loop with the resume
-//! body and excludes the workers that failed. The number of resumptions per response is limited. The budget of retries does
-//! not count them: it is a share of the latest requests, and most streams of a failed engine can be older. The client
-//! receives nothing meanwhile. Without a successful resumption the response is cut off as any other.
+//! [`MigratingBody`] is the body of the client. Its inner [`Answer`] follows one attempt and returns the failure; the
+//! booking of the failed attempt has ended then, and its outcome is reported. The resumption uses the attempt loop with
+//! the resume body and excludes the workers that failed. The number of resumptions per response is limited. The budget of
+//! retries does not count them: it is a share of the latest requests, and most streams of a failed engine can be older. The
+//! client receives nothing meanwhile. Without a successful resumption the response is cut off as any other.
 //! [`crate::formats::migration`] has the rules and joins the streams.
 
 use std::collections::BTreeSet;

@@ -1,10 +1,10 @@
 //! Metrics of transports, and the log lines of refused connections.
 
-use pointsman::named;
 use std::fmt;
 use std::time::Duration;
 
 use metrics::{Counter, Gauge};
+use pointsman::named;
 use tokio::time::Instant;
 
 use crate::observe::metric::metric_table;

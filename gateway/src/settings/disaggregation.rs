@@ -1,7 +1,6 @@
 //! Settings of a model with a prefill pool and a decode pool.
 
-use pointsman::named;
-use pointsman::{DisaggConfig, RouterConfig, SkipPolicy};
+use pointsman::{DisaggConfig, RouterConfig, SkipPolicy, named};
 
 use super::rules::Rules;
 use super::table::{Declared as _, settings};

@@ -25,13 +25,13 @@ mod template;
 pub(crate) mod tests;
 mod threads;
 
-use pointsman::named;
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 use pointsman::hashing::MmSpan;
+use pointsman::named;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 

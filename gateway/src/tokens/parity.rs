@@ -4,7 +4,6 @@
 //! periodically. No client text is sent or logged. The result of a worker stays in force until its next one; a worker
 //! that does not respond changes nothing.
 
-use pointsman::named;
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -12,6 +11,7 @@ use std::time::Duration;
 
 use axum::body::Bytes;
 use parking_lot::Mutex;
+use pointsman::named;
 use tokio::time::{Instant, sleep};
 
 use super::engine::{Client, TokenizeInput};

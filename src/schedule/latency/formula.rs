@@ -44,7 +44,7 @@
 //!   few requests would stay on warm ranks beside an idle one. The caller waits for it in any case, so its time counts at
 //!   least once, and a cost always decreases with the cached part.
 //!
-//! The weight 3, the limit 2 and the reuse are measured; `docs/decisions` has the forms that were dropped.
+//! The weight 3, the limit 2, the fifth and the reuse are measured; `docs/decisions` has the forms that were dropped.
 
 use std::ops::{Add, Mul, Sub};
 

@@ -8,9 +8,9 @@
 //! Values pass byte for byte, because parameters of a transfer are opaque and differ between engine versions. The module
 //! performs no I/O; the caller sends the legs, selects the ranks and chooses the identifiers.
 
-use pointsman::named;
 use std::fmt;
 
+use pointsman::named;
 use serde::{Deserialize, Serialize};
 
 mod completed;

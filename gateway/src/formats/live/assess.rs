@@ -1,12 +1,11 @@
 //! Levels and sentences derived from the facts of ranks and models. Pure.
 
-use pointsman::named;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::time::Duration;
 
-use pointsman::{EngineLoadFact, HealthState, KvSourceStatus, RankHealth, StreamState, WorkerEntry};
+use pointsman::{EngineLoadFact, HealthState, KvSourceStatus, RankHealth, StreamState, WorkerEntry, named};
 use serde::{Deserialize, Serialize};
 
 use super::{ClassState, ReplicaState};

@@ -3,12 +3,12 @@
 //! Defines format, machine-readable codes, and the mapping of router errors to HTTP. Messages never reveal other
 //! clients, workers, or the number of workers.
 
-use pointsman::named;
 use std::time::Duration;
 
 use axum::body::Body;
 use axum::http::{HeaderName, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
+use pointsman::named;
 use serde_json::json;
 
 /// Maximum number of characters of client input repeated in an error.

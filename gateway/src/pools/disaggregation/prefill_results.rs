@@ -1,11 +1,11 @@
 //! Counts of requests with two legs, for reports: by place of the prefill, and by pair of ranks.
 
-use pointsman::named;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use metrics::Counter;
 use parking_lot::Mutex;
+use pointsman::named;
 use pointsman::protocol::WorkerRank;
 
 use crate::observe::metric::metric_table;

@@ -11,12 +11,12 @@ pub(super) mod layout;
 pub(super) mod lengths;
 pub(super) mod placeholders;
 
-use pointsman::named;
 use std::borrow::Cow;
 use std::sync::LazyLock;
 
 use aho_corasick::AhoCorasick;
 use axum::body::Bytes;
+use pointsman::named;
 use ring::digest::{SHA256, digest};
 use serde::{Deserialize, Deserializer};
 use serde_json::value::RawValue;
