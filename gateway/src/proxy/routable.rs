@@ -291,9 +291,9 @@ async fn parse(
         let json = reserved(chat.json, &context.admission.budget).await?;
         let parsed = RequestBody::parse_for(Endpoint::Chat, json, style)?;
         let tokens = model(parsed.model.as_deref()).map(|model| &model.tokens);
-        // The chat has another form once the template is known to refuse it.
-        let unknown = tokens.filter(|tokens| chat.has_inline_system && tokens.takes_inline_system().is_none());
-        match unknown {
+        // The chat has another form once the template is known to refuse it, which another request may have found out
+        // since the conversion.
+        match tokens.filter(|_| chat.has_inline_system) {
             Some(tokens) if tokens.try_inline_system().await == Some(false) => {}
             _ => return Ok((parsed, Some(body))),
         }

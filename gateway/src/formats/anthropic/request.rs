@@ -51,7 +51,7 @@ impl Conversion {
 pub struct ConvertedChat {
     /// The chat.
     pub json: Vec<u8>,
-    /// Whether a system message follows other messages, which not every chat template takes.
+    /// Whether a system message follows other messages in the chat, which not every chat template takes.
     pub has_inline_system: bool,
 }
 
@@ -271,10 +271,10 @@ impl Chat {
             return;
         }
         let is_inline = !self.last.is_empty();
-        self.has_inline_system |= is_inline;
         if is_inline && self.conversion.style.takes_inline_system == Some(false) {
             self.fold(text);
         } else {
+            self.has_inline_system |= is_inline;
             self.content("system", &format!("\"{text}\""));
         }
     }

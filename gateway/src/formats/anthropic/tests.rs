@@ -199,6 +199,13 @@ fn inline_system_messages_are_folded_where_the_template_refuses_them() {
     assert_eq!(folded(json!([system("x"), user("u")])), json!([system("S\n\nx"), user("u")]));
     let roles = folded(json!([user("u"), of_assistant, system("x"), of_assistant]));
     assert_eq!(roles[3], user("x"));
+    // A trial depends on this: a chat that was converted before its end is converted again.
+    let body = json!({ "messages": [user("u"), system("x")] }).to_string();
+    for takes_inline_system in [None, Some(true), Some(false)] {
+        let conversion = Conversion { style: ChatStyle { takes_inline_system, ..style }, ..Conversion::default() };
+        let chat = converted_for(body.as_bytes(), Purpose::Generate, |_| conversion).expect("valid");
+        assert_eq!(chat.has_inline_system, takes_inline_system != Some(false), "{takes_inline_system:?}");
+    }
 }
 
 #[test]
