@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use pointsman::config::{PrefillModel, RouterConfigOverride};
+use pointsman::config::PrefillModel;
 use pointsman::error::{RequestError, RouteError};
 use pointsman::policy::{RankPolicy, RankTable, RequestFacts};
 use pointsman::protocol::{BlockHash, WorkerConfig, WorkerId, WorkerRank};
@@ -162,23 +162,6 @@ async fn a_failing_shared_cache_loses_only_its_hits() {
         assert!(error.contains(says), "{error}");
         assert_at_rest(&router).await;
     }
-}
-
-#[tokio::test]
-async fn overrides_apply_to_one_request() {
-    let router = router(config(), 2).await;
-    let prompt = tokens(1, 10);
-    router.apply_events(vec![stored(rank(1), &prompt)]).await.expect("up");
-    let with = |overrides| RouteRequest {
-        options: RequestOptions { overrides, ..RequestOptions::default() },
-        ..RouteRequest::query(Prompt::Tokens(&prompt))
-    };
-    let blind = RouterConfigOverride { overlap_score_credit: Some(0.0), ..RouterConfigOverride::default() };
-    assert_eq!(router.find_best_match(with(blind)).await.expect("placed").cached_tokens(), 0);
-    assert_eq!(router.find_best_match(with(RouterConfigOverride::default())).await.expect("placed").rank(), rank(1));
-    let wrong = RouterConfigOverride { temperature: Some(f64::NAN), ..RouterConfigOverride::default() };
-    let refused = router.find_best_match(with(wrong)).await;
-    assert!(refused.expect_err("refused").to_string().contains("temperature is NaN"));
 }
 
 #[tokio::test(start_paused = true)]

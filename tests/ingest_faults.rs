@@ -6,7 +6,7 @@
 use std::time::Duration;
 
 use pointsman::internals::Hang;
-use pointsman::protocol::{WorkerConfig, WorkerId, WorkerRank};
+use pointsman::protocol::{WorkerId, WorkerRank};
 use pointsman::test_support::rank;
 use pointsman::{Fault, Prompt, RouteRequest, Router, RouterConfig, StreamState};
 use tokio::time::Instant;
@@ -107,19 +107,6 @@ async fn release(hang: Hang) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_reader_that_panics_is_restarted_and_costs_no_restart_of_the_router() {
-    let (router, mut fleet) = fleet(config_with(|c| c.supervision.restarts_max = 0), 3, 100).await;
-    kill_reader(&router, &fleet[1]).await;
-    for engine in &mut fleet {
-        engine.work();
-    }
-    assert_exact(&router, &fleet).await;
-    assert_routed_to(&router, &fleet[1]).await;
-    assert_eq!((router.health().restarts, router.health().state), (0, Ok(())));
-    assert!(router.health().problems.is_empty(), "{:?}", router.health().problems);
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_reader_that_dies_six_times_is_given_up_and_reported() {
     let (router, mut fleet) = fleet(config_with(|c| c.supervision.restarts_max = 0), 3, 100).await;
     for _ in 0..5 {
@@ -152,23 +139,6 @@ async fn a_reader_that_dies_six_times_is_given_up_and_reported() {
     router.remove_worker(WorkerId(1)).await.expect("known");
     router.upsert_worker(WorkerId(1), fleet[1].config()).await.expect("valid");
     assert_exact(&router, &fleet).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_restarted_shard_requests_replays() {
-    let (router, mut fleet) = fleet(config_with(|c| c.index.shards = 2), 4, 100).await;
-    for death in 1..=3 {
-        assert!(router.inject(Fault::Radix(rank(1))));
-        until("restarted", &router, || router.health().restarts == death).await;
-        for engine in &mut fleet {
-            engine.work();
-        }
-        assert_exact(&router, &fleet).await;
-        until("known again", &router, || router.health().cold.is_empty()).await;
-    }
-    for engine in &fleet {
-        assert_routed_to(&router, engine).await;
-    }
 }
 
 /// Hangs a reader while its publisher continues: `unheard` messages never reach it.
@@ -261,16 +231,6 @@ async fn a_moved_source_is_followed_and_old_blocks_are_dropped() {
     again.work();
     fleet[0] = again;
     assert_exact(&router, &fleet).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_removed_source_is_disconnected() {
-    let (router, fleet) = fleet(config(), 2, 100).await;
-    let config = WorkerConfig { kv_events: None, ..fleet[0].config() };
-    router.upsert_worker(WorkerId(0), config).await.expect("valid");
-    assert_eq!(router.kv_sources().len(), 1);
-    until("the connections close", &router, || fleet[0].publisher.connections() == 0).await;
-    assert!(router.health().problems.is_empty());
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -3,12 +3,12 @@
 use std::time::Duration;
 
 use pointsman::error::{Down, MembershipError, RequestError, RouteError, StartError};
-use pointsman::protocol::{KvEvent, WorkerConfig, WorkerId, WorkerMap, WorkerRank};
+use pointsman::protocol::{KvEvent, WorkerConfig, WorkerId, WorkerMap};
 use pointsman::test_support::rank;
 use pointsman::{AddRequest, Prompt, Rejection, RequestOptions, RouteRequest, Router};
 use tokio::sync::watch;
 
-use crate::common::{assert_at_rest, cleared, config, config_with, loads, router, stored, tokens};
+use crate::common::{assert_at_rest, config, config_with, loads, router, stored, tokens};
 
 #[tokio::test]
 async fn requests_follow_their_prefix() {
@@ -99,26 +99,6 @@ async fn bookings_by_id_for_embedders_that_dispatch_themselves() {
     let unknown = router.add_request(AddRequest::new("b", rank(7), Prompt::Tokens(&prompt))).await;
     assert_eq!(unknown, Err(RouteError::Rejected(Rejection::UnknownRank(rank(7)))));
     assert_at_rest(&router).await;
-}
-
-#[tokio::test]
-async fn dumps_and_flushes_include_all_accepted_events() {
-    let config = config_with(|c| c.index.shards = 3);
-    let router = router(config.clone(), 6).await;
-    for worker in 0..6 {
-        router.apply_events(vec![stored(rank(worker), &tokens(worker as u32 / 2, 8))]).await.expect("up");
-    }
-    router.apply_events(vec![cleared(rank(4))]).await.expect("up");
-    router.flush().await.expect("applied");
-    let dump = router.dump_events().await.expect("up");
-    let ranks: std::collections::BTreeSet<WorkerRank> = dump.iter().map(|event| event.rank).collect();
-    assert_eq!(ranks.into_iter().collect::<Vec<_>>(), [0, 1, 2, 3, 5].map(rank));
-
-    let rebuilt = crate::common::router(config, 6).await;
-    rebuilt.apply_events(dump).await.expect("up");
-    let prompt = tokens(2, 8);
-    let best = rebuilt.find_best_match(RouteRequest::query(Prompt::Tokens(&prompt))).await.expect("a match");
-    assert_eq!((best.rank(), best.overlap_blocks()), (rank(5), 8));
 }
 
 #[tokio::test]

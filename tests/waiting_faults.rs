@@ -1,15 +1,16 @@
 //! Queued requests while parts of the router die or hang: each is served, rejected or cancelled.
 
 use pointsman::internals::config::QueueConfig;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
+use pointsman::error::RouteError;
 use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::test_support::rank;
-use pointsman::{Fault, Prompt, RouteRequest, Router, RouterConfig};
+use pointsman::{Fault, Placement, Prompt, RouteRequest, Router, RouterConfig};
 
 use crate::common::{assert_at_rest, config, loads, suppress_fault_reports, tokens};
-use crate::waiting::{self, Route};
 
 /// A prompt of 25 blocks keeps a rank busy, and only load changes end a wait.
 fn waits() -> RouterConfig {
@@ -33,8 +34,17 @@ async fn estimated(estimate: fn() -> Duration, config: RouterConfig) -> Router {
     builder.worker(WorkerId(0), engine()).start().await.expect("valid")
 }
 
+type Route<'a> = Pin<Box<dyn Future<Output = Result<Placement, RouteError>> + 'a>>;
+
+/// A submitted request that cannot be answered yet.
 async fn under_way<'a>(router: &'a Router, id: &'a str, prompt: &'a [u32]) -> Route<'a> {
-    waiting::under_way(router, RouteRequest::new(id, Prompt::Tokens(prompt))).await
+    let mut route: Route<'a> = Box::pin(router.route(RouteRequest::new(id, Prompt::Tokens(prompt))));
+    tokio::select! {
+        biased;
+        placed = &mut route => panic!("placed without a free rank: {placed:?}"),
+        () = std::future::ready(()) => {}
+    }
+    route
 }
 
 #[tokio::test]

@@ -150,23 +150,6 @@ fn running_requests_share_blocks_from_the_step_that_computes_them() {
 }
 
 #[test]
-fn reusable_names_are_the_hashes_of_held_blocks() {
-    let mut rank = rank(EngineConfig { host_kv_blocks: 4, ..EngineConfig::default() });
-    let prompt: Vec<u32> = (0..13).collect();
-    let names = rank.reusable_names(&prompt);
-    assert_eq!(rank.reusable_names(&prompt[..12]), names[..2], "the block with the last token is computed again");
-    assert!(rank.reusable_names(&[]).is_empty());
-    run_one(&mut rank, RequestSpec::new(1, prompt, 1));
-    let held: Vec<EngineHash> = rank.held(Tier::Device).iter().map(|block| block.hash).collect();
-    assert_eq!(names, held);
-    // Blocks that were moved to the host are still held.
-    run_one(&mut rank, RequestSpec::new(2, (100..128).collect::<Vec<_>>(), 1));
-    assert!(names.iter().all(|name| rank.holds(name)));
-    run_one(&mut rank, RequestSpec::new(3, (200..228).collect::<Vec<_>>(), 1));
-    assert!(!rank.holds(&names[2]));
-}
-
-#[test]
 fn requests_that_can_never_run_are_rejected() {
     let mut rank = rank(EngineConfig::default());
     let long = Refused::PromptTooLong { id: 1, prompt_tokens: 32, max_model_len: 32 };
