@@ -55,8 +55,16 @@ WORKLOADS = {
 }
 
 
+SPELLED = 4096  # number of words of letters
+
+
 def words(rng, count):
     return "".join(f" t{rng.randrange(131_072)}" for _ in range(count))
+
+
+def spelled(number):
+    """A word of letters, one piece for patterns of real tokenizers."""
+    return " " + "".join(chr(97 + number // 26**at % 26) for at in range(4))
 
 
 def spread(rng, median, sigma, least, most):
@@ -161,7 +169,8 @@ async def play(port, load, seed, seconds):
 async def steady(ports, rate, count, prompt_words, output, seed):
     """Results of single chats at a constant mean rate, for the cost of one request."""
     rng, clients, started, results = random.Random(seed), [Client(port) for port in ports], time.perf_counter(), []
-    systems = [words(rng, 2 * prompt_words // 3) for _ in range(8)]
+    text = lambda count: "".join(spelled(rng.randrange(SPELLED)) for _ in range(count))
+    systems = [text(2 * prompt_words // 3) for _ in range(8)]
 
     async def one(number, arrival, user):
         await asyncio.sleep(max(0, arrival - (time.perf_counter() - started)))
@@ -173,7 +182,7 @@ async def steady(ports, rate, count, prompt_words, output, seed):
     arrival, tasks = 0.0, []
     for number in range(count):
         arrival += rng.expovariate(rate)
-        tasks.append(one(number, arrival, words(rng, prompt_words // 3)))
+        tasks.append(one(number, arrival, text(prompt_words // 3)))
     await asyncio.gather(*tasks)
     return results, count - len(results)
 

@@ -11,10 +11,17 @@ import signal
 import subprocess
 import urllib.request
 
+import client
 from loopback import free_ports, until
 
 ENGINES = 4
 TEMPLATE = "{% for m in messages %}{{ m['role'] + '\\n' + m['content'] + '\\n' }}{% endfor %}assistant\n"
+# The pattern of Llama 3, and one that keeps the words of the mock engines whole.
+LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+MOCK = r"\n| ?[^\s]{1,8}"
 CHOICE = {"index": 0, "message": {"role": "assistant", "content": " t5"}, "finish_reason": "length", "logprobs": None}
 USAGE = {"prompt_tokens": 150, "completion_tokens": 1, "total_tokens": 151}
 ANSWER = {"id": "1", "object": "chat.completion", "created": 1, "model": "mock", "choices": [CHOICE], "usage": USAGE}
@@ -90,20 +97,23 @@ class Fleet:
         )
         return self.spawn(f"nginx-{name}", "nginx", "-c", directory / "conf", "-p", directory)
 
-    def write_model(self):
-        """Tokenizer files with the ids of the mock engines."""
+    def write_model(self, pattern=MOCK):
+        """Tokenizer files with the ids of the mock engines, in the form of Llama 3."""
         self.model = self.race / "model"
         self.model.mkdir(exist_ok=True)
-        vocabulary = {f" t{token}": token for token in range(131_072)}
-        for word in ("system", "user", "assistan", "t", "\n"):
+        vocabulary = {f"\u0120t{token}": token for token in range(131_072)}
+        pieces = ["system", "user", "assistan", "assistant", "t", "\n", *map(client.spelled, range(client.SPELLED))]
+        for piece in pieces:
             hashed = 0x811C_9DC5  # FNV-1a
-            for byte in word.encode():
+            for byte in piece.encode():
                 hashed = (hashed ^ byte) * 0x0100_0193 % (1 << 32)
-            vocabulary[word] = (hashed ^ hashed >> 17) % (1 << 17)
-        pieces = {"type": "Split", "pattern": {"Regex": r"\n| ?[^\s]{1,8}"}, "behavior": "Isolated", "invert": False}
-        model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "t"}
+            vocabulary[piece.replace(" ", "\u0120").replace("\n", "\u010a")] = (hashed ^ hashed >> 17) % (1 << 17)
+        split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        as_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        model = {"type": "BPE", "vocab": vocabulary, "merges": [], "ignore_merges": True}
         rest = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder"))
-        tokenizer = {"version": "1.0", "added_tokens": [], "pre_tokenizer": pieces, "model": model, **rest}
+        steps = {"type": "Sequence", "pretokenizers": [split, as_bytes]}
+        tokenizer = {"version": "1.0", "added_tokens": [], "pre_tokenizer": steps, "model": model, **rest}
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}
         for name, content in (("tokenizer", tokenizer), ("tokenizer_config", config)):
             (self.model / f"{name}.json").write_text(json.dumps(content))
@@ -123,6 +133,8 @@ class Fleet:
         lines = [f'[gateway]\nlisten = "127.0.0.1:{self.gateway}"\nlog_level = "warn"\n[[models]]\nname = "mock"']
         lines += [
             f'[models.router]\nblock_size = 16\n[models.tokens]\ntokenizer_file = "{self.model}/tokenizer.json"'
+            # The vocabulary has the words of the race only, not those of the comparison.
+            "\nparity_check = false"
         ]
         for at, port in enumerate(self.ports):
             lines += [f'[[models.workers]]\nurl = "http://127.0.0.1:{port}"\nprobe = true']

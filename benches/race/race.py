@@ -18,7 +18,7 @@ import time
 sys.path.append(str(pathlib.Path(__file__).parents[2] / "gateway/tests"))
 
 import client
-from fleet import Fleet
+from fleet import LLAMA_3, Fleet
 
 GATEWAYS = ["pointsman", "smg", "sglang-router", "vllm-router", "nginx"]
 WARM_UP_S = 8
@@ -48,6 +48,7 @@ def place(fleet, name, workload, seed, options):
 
 def cost(fleet, name, _, seed, options):
     """Cost of streams with four and with two hundred chunks at a low rate."""
+    fleet.write_model(LLAMA_3)
     fleet.start_engines(0, 8192)
     ports = fleet.ports
     if name != "direct":
@@ -70,6 +71,7 @@ def cost(fleet, name, _, seed, options):
 
 def tiny(fleet, name, _, seed, options):
     """Requests with one short answer of static engines."""
+    fleet.write_model(LLAMA_3)
     fleet.start_static_engines()
     fleet.start_gateway(name)
     time.sleep(1.5)

@@ -4,7 +4,11 @@ wrk.method = "POST"
 wrk.headers["content-type"] = "application/json"
 local function words(count)
     local all = {}
-    for at = 1, count do all[at] = " t" .. math.random(0, 131071) end
+    for at = 1, count do
+        local n, letters = math.random(0, 4095), " "
+        for _ = 1, 4 do n, letters = math.floor(n / 26), letters .. string.char(97 + n % 26) end
+        all[at] = letters
+    end
     return table.concat(all)
 end
 local systems, bodies, sent = {}, {}, 0
