@@ -17,8 +17,8 @@ use crate::tidy::{code_of, sources, without_tests};
 const PACKAGES: &[(&[&str], usize)] =
     &[(&["src/", "actors/"], 42_655), (&["gateway/src/"], 27_900), (&["benches/"], 15_780), (&["python/"], 1_650)];
 
-/// Lines of test code of all packages; the target is 55,000.
-const TEST_LINES_MAX: usize = 55_150;
+/// Lines of test code of all packages.
+const TEST_LINES_MAX: usize = 55_000;
 
 /// Public names of the library: the root and its public modules.
 const PUBLIC_NAMES_MAX: usize = 130;

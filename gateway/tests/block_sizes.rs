@@ -168,28 +168,3 @@ async fn events_of_context_parallel_engines_determine_the_block_size() {
 async fn a_configured_size_is_that_of_the_events() {
     context_parallel_engine(Some(32)).await;
 }
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_assumed_size_is_reported_until_an_engine_reports_one() {
-    let (silent, engine) = (vllm(16).await, vllm(16).await);
-    let mut settings = on(&[&silent]);
-    settings.models[0].workers[0].probe = false;
-    settings.models[0].workers[0].config.kv_events = None;
-    let gateway = Gateway::start(settings).await.expect("the gateway starts");
-    let router = router(&gateway);
-    until("the worker has joined", || router.workers().len() == 1).await;
-    assert_eq!((router.block_size(), router.block_size_origin()), (64, BlockSizeOrigin::Assumed));
-    let warning = "no worker reports a block size: 64 is assumed; router.block_size sets another";
-    assert!(get(&gateway, "/ready").await.text().contains(warning));
-    completion(&gateway, &[1, 2, 3]).await;
-
-    let probed = on(&[&engine]).models[0].workers[0].config.clone();
-    let probed = WorkerConfig { block_size: Some(16), ..probed };
-    router.upsert_worker(pointsman::protocol::WorkerId(7), probed).await.expect("valid");
-    assert_eq!((router.block_size(), router.block_size_origin()), (16, BlockSizeOrigin::Reported));
-    completion(&gateway, &[1, 2, 3]).await;
-    assert!(!get(&gateway, "/ready").await.text().contains("assumed"));
-    gateway.shutdown(Duration::ZERO).await;
-    silent.shutdown().await;
-    engine.shutdown().await;
-}

@@ -29,7 +29,6 @@ mod engines;
 mod grafana;
 mod index_api;
 mod kubernetes;
-mod late_start;
 mod lengths;
 mod limits;
 mod live;

@@ -163,27 +163,6 @@ async fn other_paths_and_methods_return_openai_errors() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn bodies_are_forwarded_byte_for_byte() {
-    let events = ["data: {\"choices\": [ {\"delta\":{}} ]}\n\n", "data: {\"x\":\"\u{e9}\"}\n", "\ndata: [DONE]\n\n"];
-    let scripted = Scripted::start(move |_| [stream(&events), vec![stream_end()]].concat()).await;
-    let gateway = gateway(settings(vec![worker(1, &scripted.url(), 1)])).await;
-    let body =
-        "{ \"model\":\"mock\" ,\n\t\"messages\" : [ ], \"stream\": true, \"unknown\": [1.50, 1e3, \"\\u00e9\"] }";
-    let headers = "x-request-id: abc-1\r\nauthorization: Bearer key\r\nx-data-parallel-rank: 7\r\n";
-    let answer = request(gateway.address(), "POST", CHAT, headers, body.as_bytes()).await;
-    assert_eq!((answer.status, answer.text()), (200, events.concat().as_str()));
-    assert_eq!(answer.header("x-request-id"), Some("abc-1"));
-    let got = &scripted.requests()[0];
-    assert_eq!(got.text(), body);
-    assert!(got.head.starts_with("POST /v1/chat/completions HTTP/1.1\r\n"), "{}", got.head);
-    assert_eq!(got.header("x-request-id"), Some("abc-1"));
-    assert_eq!(got.header("x-data-parallel-rank"), None, "the worker has one rank");
-    let made = request(gateway.address(), "POST", CHAT, "", body.as_bytes()).await;
-    assert_eq!(made.header("x-request-id").map(str::len), Some(32));
-    at_rest(&gateway).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn late_unstreamed_responses_are_not_retried_and_count() {
     let workers = [Scripted::start(|_| vec![Act::Hang]).await, Scripted::start(|_| vec![Act::Hang]).await];
     let mut settings = settings(vec![worker(1, &workers[0].url(), 1), worker(2, &workers[1].url(), 1)]);

@@ -18,7 +18,6 @@ use pointsman_gateway::formats::openai::{ChatParts, ClientPrompt};
 use pointsman_gateway::net::upstream::{Upstream, WorkerAccess};
 use pointsman_gateway::settings::{TokenSourceChoice, TokensSettings};
 use pointsman_gateway::tokens::{AnyWorker, PromptContext, TokenSource, Tokens};
-use pointsman_trial::mock::{MockConfig, MockEngine};
 use serde_json::Value;
 
 use crate::common::authority::client_trusting;
@@ -197,20 +196,6 @@ async fn tokenize_queries_use_the_format_of_the_engine() {
 }
 
 #[tokio::test]
-async fn the_mock_engine_tokenizes() {
-    let engine = MockEngine::start(MockConfig::default()).await.unwrap();
-    let tokens = tokens(&settings(TokenSourceChoice::Auto), &Worker::at(&engine.url())).await;
-    assert_eq!(tokens.source(), TokenSource::None);
-    for prompt in [text("What is a block?"), chat(HELLO)] {
-        let ids = tokens.of(&prompt, PromptContext::default()).await;
-        assert_eq!(ids.source, TokenSource::Engine);
-        assert!(!ids.ids.is_empty());
-    }
-    assert_eq!(tokens.source(), TokenSource::Engine);
-    engine.shutdown().await;
-}
-
-#[tokio::test]
 async fn later_engines_are_found() {
     let (recorder, page) = recorder();
     let _recording = metrics::set_default_local_recorder(&recorder);
@@ -317,19 +302,6 @@ async fn equal_worker() -> String {
     serving(post(handler)).await
 }
 
-#[tokio::test]
-async fn parity_is_equal_for_equal_files() {
-    let (recorder, page) = recorder();
-    let _recording = metrics::set_default_local_recorder(&recorder);
-    let url = equal_worker().await;
-    // The worker is registered only after the start.
-    let worker = Worker::default();
-    let settings = TokensSettings { parity_check: true, ..with_files(TokenSourceChoice::Local) };
-    let _tokens = tokens(&settings, &worker).await;
-    *worker.0.lock().unwrap() = Some(url);
-    await_line(&page, r#"pointsman_gateway_tokens_parity_total{model="m",result="equal"} 3"#).await;
-}
-
 async fn await_source(tokens: &Tokens, source: TokenSource) {
     until(&format!("the source is {source:?}"), || tokens.source() == source).await;
 }
@@ -356,6 +328,7 @@ async fn workers_tokenize_while_the_local_tokenizer_differs() {
     await_source(&tokens, TokenSource::Local).await;
     assert_eq!(tokens_of(&tokens, text("Hello")).await.1, TokenSource::Local);
     assert!(!tokens.warnings().iter().any(|warning| warning.contains("differs")), "{:?}", tokens.warnings());
+    assert!(page.render().contains(r#"parity_total{model="m",result="equal"}"#));
     await_line(&page, r#"pointsman_gateway_tokens_source{model="m",source="local"} 1"#).await;
 }
 

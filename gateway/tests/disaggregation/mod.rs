@@ -26,7 +26,7 @@
 //! | SGLang: ranks of both legs | `handover`: `sglang_legs_name_their_ranks` |
 //! | SGLang: a failed leg cancels the other | `a_failed_leg_aborts_the_other` |
 //! | SGLang: an abort waits for the hand-over | `clients_that_leave_during_the_prefill_end_both_legs` |
-//! | SGLang: `/abort_request` | `a_client_that_leaves_during_the_output_aborts_the_decode_leg` |
+//! | SGLang: `/abort_request` | `a_client_that_leaves_before_a_whole_response_aborts_the_decode_leg_after_the_hand_over` |
 //! | SGLang: probabilities of the prompt | `probabilities_of_the_prompt_are_those_of_the_prefill_leg` |
 //! | SGLang: a decode engine cannot serve alone | `without_a_working_prefill_rank_the_decode_rank_serves_or_the_error_is_named` |
 //! | TensorRT-LLM: `generation_only`, the prompt as token ids | `handover`: `tensorrt_legs_replace_prompt_and_parameters` |

@@ -4,13 +4,11 @@ use pointsman::{Prompt, RouteRequest};
 use pointsman_gateway::app::Gateway;
 use pointsman_gateway::formats::handover::Protocol;
 use pointsman_gateway::settings::DisaggregationSettings;
-use serde_json::{Value as Json, json};
+use serde_json::Value as Json;
 
 use super::pools::{body, scripted};
 use super::prompt;
-use crate::common::proxy::{
-    Act, EVENT, FINE, FINE_JSON, Scripted, answer, at_rest, eventually, post, send, stream, until,
-};
+use crate::common::proxy::{Act, FINE, FINE_JSON, Scripted, answer, at_rest, eventually, post, send, until};
 
 async fn engines(
     prefill: impl Fn(usize) -> Vec<Act> + Send + Sync + 'static,
@@ -53,22 +51,6 @@ async fn prefill_ended(gateway: &Gateway) {
         loads.expect("the router responds").iter().all(|load| load.potential_prefill_tokens <= 1)
     })
     .await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_client_that_leaves_during_the_output_aborts_the_decode_leg() {
-    let mut output = stream(&[EVENT]);
-    output.push(Act::Hang);
-    let (gateway, prefill, decode) = engines(first(answer("200 OK", FINE)), first(output)).await;
-    let request = json!({ "prompt": prompt(600, 4), "stream": true, "model": "mock" }).to_string();
-    let mut client = send(gateway.address(), "POST", "/v1/completions", "", request.as_bytes()).await;
-    let mut begin = [0; 8];
-    tokio::io::AsyncReadExt::read_exact(&mut client, &mut begin).await.expect("the response begins");
-    prefill_ended(&gateway).await; // otherwise that leg is aborted, too
-    drop(client);
-    aborted(&decode).await;
-    at_rest(&gateway).await;
-    assert_eq!(ids(&prefill).1, Vec::<Json>::new(), "its leg has ended");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -137,37 +137,3 @@ async fn bookings_follow_the_endpoint_that_served() {
     assert_eq!(exchange.finish().await, (0, String::new()));
     assert_eq!(pool.metric(&pool.requests(200)).await, 3);
 }
-
-#[tokio::test]
-async fn exchanges_of_one_connection_are_independent() {
-    let pool = Pool::start("picker-many", workers(3)).await;
-    let mut connection = pool.connect().await;
-    let mut exchanges = Vec::new();
-    let mut booked = [0; 3];
-    for _ in 0..30 {
-        let mut exchange = connection.process().await;
-        booked[stream(&pool, &mut exchange).await] += 1;
-        exchanges.push(exchange);
-    }
-    pool.until_booked(&booked).await;
-    for exchange in &mut exchanges {
-        exchange.respond("200", EVENTS, false, None).await;
-    }
-    for n in 0..10 {
-        for exchange in &mut exchanges {
-            if n == 0 {
-                exchange.response_headers().await;
-            }
-            pass(exchange, &event(n), false).await;
-        }
-    }
-    pool.until_booked(&booked).await;
-    for exchange in &mut exchanges {
-        pass(exchange, DONE, true).await;
-    }
-    for exchange in exchanges {
-        assert_eq!(exchange.finish().await, (0, String::new()));
-    }
-    pool.at_rest().await;
-    assert_eq!(pool.metric(&pool.requests(200)).await, 30);
-}

@@ -89,18 +89,6 @@ async fn a_half_closed_client_counts_as_disconnected() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_client_that_reads_nothing_blocks_its_stream_until_it_disconnects() {
-    let _alone = alone().await;
-    let worker = Scripted::responding_with(vec![chunked_head(), chunk(EVENT), endless()]).await;
-    let gateway = gateway(settings(&[worker.url()])).await;
-    let client = Client::ask(&gateway).await;
-    until("much was sent", || worker.seen(|seen| seen.flooded) > 256 << 10).await;
-    drop(client);
-    worker.wait_until_closed().await;
-    expect_idle(&gateway).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_client_that_reads_nothing_times_out() {
     let _alone = alone().await;
     let worker = Scripted::responding_with(vec![chunked_head(), chunk(EVENT), endless()]).await;
