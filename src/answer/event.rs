@@ -44,6 +44,8 @@ pub(super) struct StreamEvent {
     /// Whether the data is one complete JSON object.
     pub(super) is_object: bool,
     pub(super) usage: Option<Usage>,
+    /// Number of bytes of the data from the start of a text that is not empty; 0 without one. Its content has no effect.
+    text_bytes: usize,
 }
 
 /// Meaning of an event type of the Responses or Messages API, or of an event name.
@@ -108,7 +110,9 @@ impl StreamEvent {
                     event.is_error |= value.starts_with(b"\"error\"");
                 }
                 b"content" | b"reasoning_content" | b"reasoning" | b"refusal" | b"text" if depth >= 3 => {
-                    event.has_content |= value.starts_with(b"\"") && !value.starts_with(b"\"\"");
+                    if value.starts_with(b"\"") && !value.starts_with(b"\"\"") {
+                        (event.has_content, event.text_bytes) = (true, value.len() - 1);
+                    }
                 }
                 b"logprobs" | b"function_call" if depth >= 3 => event.has_content |= value.starts_with(b"{"),
                 b"tool_calls" if depth >= 3 => {
@@ -136,6 +140,12 @@ impl StreamEvent {
     /// Whether the event reports an error of the engine. Also valid for the start of an event.
     pub(super) fn is_error(&self) -> bool {
         self.is_error
+    }
+
+    /// Number of bytes from the start of the text of an event that is a token without usage; 0 for others.
+    pub(super) fn token_text_bytes(&self) -> usize {
+        let is_other = self.kind != NamedEvent::None || self.is_finished || self.is_error;
+        if is_other || !self.is_object || !self.has_choices || self.usage.is_some() { 0 } else { self.text_bytes }
     }
 
     /// Progress that the event with this data indicates.

@@ -29,6 +29,7 @@
 mod error;
 mod event;
 mod json;
+mod repeated;
 mod usage;
 
 pub use usage::Usage;
@@ -36,6 +37,7 @@ pub use usage::Usage;
 use error::status_of_event;
 use event::{EventStep, NamedEvent, StreamEvent, last_usage};
 use json::is_object;
+use repeated::TokenEvent;
 
 /// Maximum length of a line that is parsed completely.
 const LINE_BYTES_MAX: usize = 64 * 1024;
@@ -43,7 +45,7 @@ const LINE_BYTES_MAX: usize = 64 * 1024;
 /// Distance from the end of other input within which a usage must start.
 const TAIL_BYTES: usize = 16 * 1024;
 
-/// Buffer capacity kept after a long line.
+/// Buffer capacity kept after a long line, and maximum length of a token event that is kept.
 const HELD_BYTES_KEPT: usize = 4 * 1024;
 
 /// Prefix of a data line.
@@ -155,6 +157,10 @@ pub struct AnswerReader {
     too_long: Option<bool>,
     /// Data lines of the current event that are no complete object.
     joined: Vec<u8>,
+    /// The last token event whose text was found.
+    token: TokenEvent,
+    /// Number of bytes from the start of the text to the end of the last line; 0 if it is no such event.
+    text_bytes: usize,
 }
 
 impl AnswerReader {
@@ -179,6 +185,8 @@ impl AnswerReader {
             held: Vec::new(),
             too_long: None,
             joined: Vec::new(),
+            token: TokenEvent::default(),
+            text_bytes: 0,
         }
     }
 
@@ -291,10 +299,23 @@ impl AnswerReader {
             bytes = bytes.strip_prefix(b"\n").unwrap_or(bytes);
             self.is_after_return = false;
         }
-        while let Some(end) = bytes.iter().position(|byte| matches!(byte, b'\n' | b'\r')) {
+        loop {
+            // Most events of a stream are the one before with another text, and have its effects.
+            while self.is_between_events()
+                && let Some(end) = self.token.repeated_by(bytes)
+            {
+                (self.events, self.counted) = (self.events + 1, self.counted + 1);
+                bytes = &bytes[end..];
+            }
+            let Some(end) = bytes.iter().position(|byte| matches!(byte, b'\n' | b'\r')) else { break };
             let line = &bytes[..end];
             if self.held.is_empty() && self.too_long.is_none() && line.len() <= LINE_BYTES_MAX {
+                self.text_bytes = 0;
                 self.read_line(line);
+                let is_token = self.text_bytes > 0 && end <= HELD_BYTES_KEPT;
+                if is_token && line.ends_with(b"}") && bytes[end..].starts_with(b"\n\n") {
+                    self.token.set(&bytes[..end + 2], end - self.text_bytes);
+                }
             } else {
                 self.hold(line);
                 self.end_line();
@@ -415,6 +436,7 @@ impl AnswerReader {
     fn read_event(&mut self, event: &StreamEvent, data: &[u8]) {
         self.counted += u64::from(event.has_output());
         self.learn(event.usage);
+        self.text_bytes = if self.named == NamedEvent::None { event.token_text_bytes() } else { 0 };
         let step = match self.named == NamedEvent::Failed {
             true => EventStep::Error(status_of_event(data)),
             false => event.step(data),

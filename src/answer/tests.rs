@@ -1,3 +1,5 @@
+use proptest::prelude::*;
+
 use super::*;
 
 fn events(text: &str) -> AnswerReader {
@@ -288,4 +290,46 @@ fn streams_of_the_messages_api_are_read() {
     assert_eq!((whole.is_complete(), whole.usage()), (true, usage(11, 5, Some(8))));
     let failed = events(&(open + &event("error", r#","error":{"type":"api_error","message":"m"}"#)));
     assert!(failed.is_complete());
+}
+
+proptest! {
+    /// A stream of single bytes has no whole event to compare.
+    #[test]
+    fn events_that_repeat_have_the_effects_of_single_bytes(
+        parts in proptest::collection::vec((0..8_usize, "[a\"\\\\{}\n\r:]{0,3}|usage|error"), 1..20),
+        cuts in proptest::collection::vec(1..200_usize, 1..9),
+    ) {
+        let stream: String = parts.iter().map(|(form, text)| match form {
+            0..3 => chunk(&format!(r#"{{"content":"{text}"}}"#)),
+            3 => chunk(&format!(r#"{{"role":null,"content":"{text}","reasoning":"{text}"}}"#)),
+            4 => format!("data: {{\"choices\":[{{\"text\":\"{text}\"}}],\"usage\":{{\"completion_tokens\":7}}}}\n\n"),
+            5 => format!("event: {text}\n"),
+            6 => format!("data: {text}\r\n"),
+            _ => format!(":{text}\n\n"),
+        }).collect();
+        let state = |reader: &AnswerReader| {
+            let flags = (reader.is_generating(), reader.is_complete(), reader.is_between_events(), reader.stage);
+            (flags, reader.output_tokens(), reader.usage(), reader.error_status(), reader.events())
+        };
+        let [mut parted, mut single] = [AnswerKind::Events; 2].map(AnswerReader::new);
+        let (mut rest, mut cuts) = (stream.as_bytes(), cuts.into_iter().cycle());
+        while !rest.is_empty() {
+            let (part, after) = rest.split_at(cuts.next().map_or(1, |cut| cut.min(rest.len())));
+            parted.read(part);
+            part.iter().for_each(|byte| single.read(&[*byte]));
+            prop_assert_eq!(state(&parted), state(&single), "{:?}", stream);
+            rest = after;
+        }
+    }
+}
+
+#[test]
+fn tokens_are_found_without_parsing() {
+    let mut reader = events(&chunk(r#"{"content":"a"}"#));
+    for (text, is_repeated) in [("b", true), (r#" \" \\"#, true), ("", false), (r#"c","content":"d"#, false)] {
+        let event = chunk(&format!(r#"{{"content":"{text}"}}"#));
+        assert_eq!(reader.token.repeated_by(event.as_bytes()).is_some(), is_repeated, "{text}");
+        reader.read(event.as_bytes());
+    }
+    assert_eq!(reader.output_tokens(), 4);
 }
