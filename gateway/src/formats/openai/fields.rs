@@ -8,6 +8,7 @@ use std::fmt;
 use std::ops::Range;
 
 use axum::body::Bytes;
+use memchr::memchr2;
 use serde::Deserialize;
 use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::value::RawValue;
@@ -244,12 +245,10 @@ pub(crate) fn is_deeper_than(depth_max: usize, json: &[u8]) -> bool {
 
 /// Position of the closing quote of the string content that begins at `at`.
 fn string_end(body: &[u8], mut at: usize) -> usize {
-    while let Some(byte) = body.get(at) {
-        match byte {
-            b'"' => return at,
-            b'\\' => at += 2,
-            _ => at += 1,
+    loop {
+        match body.get(at..).and_then(|rest| Some(at + memchr2(b'"', b'\\', rest)?)) {
+            Some(escape) if body[escape] == b'\\' => at = escape + 2,
+            end => return end.unwrap_or(body.len()),
         }
     }
-    at
 }
