@@ -35,21 +35,30 @@ enum Kind {
 
 use Kind::{Blank, Digit, End, Letter, Newline, NotAscii, Other};
 
-fn kind(text: &[u8], at: usize) -> Kind {
-    match text.get(at) {
-        Some(b'a'..=b'z' | b'A'..=b'Z') => Letter,
-        Some(b'0'..=b'9') => Digit,
-        Some(b' ' | b'\t' | 0x0b | 0x0c) => Blank,
-        Some(b'\n' | b'\r') => Newline,
-        Some(0..=0x7f) => Other,
-        Some(_) => NotAscii,
-        None => End,
+/// The kinds of all bytes.
+static KINDS: [Kind; 256] = {
+    let (mut kinds, mut byte) = ([NotAscii; 256], 0);
+    while byte < 0x80 {
+        kinds[byte] = match byte as u8 {
+            b'a'..=b'z' | b'A'..=b'Z' => Letter,
+            b'0'..=b'9' => Digit,
+            b' ' | b'\t' | 0x0b | 0x0c => Blank,
+            b'\n' | b'\r' => Newline,
+            _ => Other,
+        };
+        byte += 1;
     }
+    kinds
+};
+
+fn kind(text: &[u8], at: usize) -> Kind {
+    text.get(at).map_or(End, |byte| KINDS[usize::from(*byte)])
 }
 
 /// End of the characters of this kind; `None` before one that is not ASCII.
 fn run(text: &[u8], from: usize, is_kind: impl Fn(Kind) -> bool) -> Option<usize> {
-    let end = (from..).find(|at| !is_kind(kind(text, *at)))?;
+    let rest = &text[from..];
+    let end = from + rest.iter().position(|byte| !is_kind(KINDS[usize::from(*byte)])).unwrap_or(rest.len());
     Some(end).filter(|end| kind(text, *end) != NotAscii)
 }
 
@@ -74,7 +83,9 @@ impl Ascii {
         if matches!(first, NotAscii | End) || second == NotAscii {
             return None;
         }
-        if let Some(end) = self.contraction(text, at) {
+        if text[at] == b'\''
+            && let Some(end) = self.contraction(text, at)
+        {
             return Some(end);
         }
         let is_before_word = if self.is_gpt_2 { is_space } else { matches!(first, Blank | Other) };

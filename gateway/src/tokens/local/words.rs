@@ -40,7 +40,7 @@ pub(super) struct Words {
     patterns: Vec<Pattern>,
     /// The characters of the bytes in the vocabulary.
     chars: [char; 256],
-    hasher: RandomState,
+    seeds: [u64; 2],
     /// Caches of words, one for each call at the same time.
     known: Mutex<Vec<Vec<Word>>>,
 }
@@ -57,11 +57,10 @@ struct Added {
     ids: Vec<u32>,
 }
 
-/// A word of at most 15 bytes with at most 3 ids.
+/// A word with at most 3 ids.
 #[derive(Clone, Copy, Default)]
 struct Word {
-    /// The last byte is the length.
-    text: [u8; 16],
+    key: u128,
     ids: [u32; 3],
     count: u32,
 }
@@ -90,7 +89,7 @@ impl Words {
             added: [Added::of(tokenizer, &added, false)?, Added::of(tokenizer, &added, true)?],
             patterns: patterns(tokenizer.get_pre_tokenizer()?)?,
             chars: std::array::from_fn(|byte| char_of(byte as u8)),
-            hasher: RandomState::new(),
+            seeds: [0, 1].map(|n| RandomState::new().hash_one(n)),
             known: Mutex::default(),
         };
         let around = |(_, token): &(u32, AddedToken)| format!("{0} a{0}\u{301}b{0}{0} ", token.content);
@@ -143,27 +142,35 @@ impl Words {
     }
 
     fn word(&self, run: &mut Run<'_>, word: &str) -> Result<()> {
-        let (mut text, length) = ([0; 16], word.len());
-        let slot = (length < text.len()).then(|| {
-            text[..length].copy_from_slice(word.as_bytes());
-            text[15] = length as u8;
-            self.hasher.hash_one(u128::from_ne_bytes(text)) as usize % WORDS
-        });
-        if let Some(Word { ids, count, .. }) = slot.map(|slot| &run.known[slot]).filter(|known| known.text == text) {
-            run.ids.extend_from_slice(&ids[..*count as usize]);
+        let key = key(word.as_bytes());
+        let slot = key.map_or(0, |key| self.slot(key));
+        if let Some(Word { ids, count, .. }) = run.known.get(slot).filter(|known| Some(known.key) == key) {
+            run.ids.extend(ids.iter().take(*count as usize));
             return Ok(());
         }
         run.mapped.clear();
         run.mapped.extend(word.bytes().map(|byte| self.chars[usize::from(byte)]));
         let tokens = run.model.tokenize(&run.mapped)?;
         run.ids.extend(tokens.iter().map(|token| token.id));
-        if let (Some(slot), 0..=3) = (slot, tokens.len()) {
+        if let (Some(key), 0..=3) = (key, tokens.len()) {
             let mut ids = [0; 3];
             ids.iter_mut().zip(&tokens).for_each(|(id, token)| *id = token.id);
-            run.known[slot] = Word { text, ids, count: tokens.len() as u32 };
+            run.known[slot] = Word { key, ids, count: tokens.len() as u32 };
         }
         Ok(())
     }
+
+    fn slot(&self, key: u128) -> usize {
+        let [low, high] = [key as u64 ^ self.seeds[0], (key >> 64) as u64 ^ self.seeds[1]].map(u128::from);
+        let product = low * high;
+        (product ^ (product >> 64)) as usize % WORDS
+    }
+}
+
+/// Text of a word of at most 15 bytes, and its length.
+fn key(word: &[u8]) -> Option<u128> {
+    let text = || word.iter().fold(0, |text, byte| (text << 8) | u128::from(*byte));
+    (word.len() < 16).then(|| (text() << 8) | word.len() as u128)
 }
 
 impl Added {
@@ -188,7 +195,9 @@ impl Added {
         mut each: impl FnMut(&mut Run<'a>, &str) -> Result<()>,
     ) -> Result<()> {
         let mut start = 0;
-        for found in self.texts.find_iter(text) {
+        // Without patterns the search would still read every byte.
+        let found = (!self.ids.is_empty()).then(|| self.texts.find_iter(text));
+        for found in found.into_iter().flatten() {
             if start < found.start() {
                 each(run, &text[start..found.start()])?;
             }
