@@ -25,6 +25,8 @@ pub(super) const PROMPT_BYTES_MAX: usize = 4 << 20;
 /// Variables for rendering a template.
 pub(super) struct Chat {
     pub(super) messages: Vec<Value>,
+    /// Length of their JSON.
+    pub(super) bytes: usize,
     pub(super) tools: Value,
     pub(super) documents: Value,
     pub(super) variables: Vec<(Value, Value)>,
@@ -35,33 +37,13 @@ pub(super) struct Chat {
 #[derive(Deserialize)]
 struct Message {
     role: String,
-    content: Option<Content>,
+    content: Option<Value>,
     tool_calls: Option<Vec<Value>>,
     reasoning: Option<Value>,
     reasoning_content: Option<Value>,
     tool_call_id: Option<Value>,
     name: Option<Value>,
     tools: Option<Value>,
-}
-
-#[derive(Deserialize)]
-#[serde(untagged)]
-enum Content {
-    Text(String),
-    Parts(Vec<ContentPart>),
-}
-
-#[derive(Deserialize)]
-#[serde(untagged)]
-enum ContentPart {
-    Text(String),
-    Typed {
-        #[serde(rename = "type")]
-        kind: Option<String>,
-        text: Option<String>,
-        refusal: Option<String>,
-        thinking: Option<String>,
-    },
 }
 
 /// Whether the request has tools, even as an empty list.
@@ -108,6 +90,7 @@ pub(super) fn read(parts: &ChatParts, format: ContentFormat, media: MediaForm<'_
     let optional = |part: &Option<axum::body::Bytes>| part.as_ref().map_or(Ok(Value::from(())), |bytes| json(bytes));
     Ok(Chat {
         messages,
+        bytes: parts.messages.len(),
         tools,
         documents: optional(&parts.documents)?,
         variables: variables(parts)?,
@@ -138,12 +121,10 @@ pub(super) fn variables(parts: &ChatParts) -> Result<Vec<(Value, Value)>, NoToke
 pub(super) fn text_only(parts: &ChatParts) -> Result<(), NoTokens> {
     #[derive(Deserialize)]
     struct Outline {
-        content: Option<Content>,
+        content: Option<Value>,
     }
     let messages: Vec<Outline> = json(&parts.messages)?;
-    messages
-        .into_iter()
-        .try_for_each(|message| message.content.map_or(Ok(()), |content| content.pieces(MediaForm::Rejected).map(drop)))
+    messages.into_iter().try_for_each(|message| pieces(message.content, MediaForm::Rejected).map(drop))
 }
 
 fn json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, NoTokens> {
@@ -152,14 +133,14 @@ fn json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, NoTokens> {
 
 impl Message {
     fn shaped(self, format: ContentFormat, media: MediaForm<'_>, is_sglang: bool) -> Result<Value, NoTokens> {
-        let mut pieces = self.content.map_or(Ok(Vec::new()), |content| content.pieces(media))?;
+        let mut pieces = pieces(self.content, media)?;
         if self.role == "system" && !is_sglang {
             pieces.retain_mut(Piece::strip_billing_line);
         }
         let is_tool_text = self.role == "tool" && pieces.iter().all(|piece| matches!(piece, Piece::Text(_)));
         let content = match format {
-            ContentFormat::Parts if is_tool_text => Value::from(joined(pieces, media, false)?),
-            ContentFormat::Text => Value::from(joined(pieces, media, is_sglang)?),
+            ContentFormat::Parts if is_tool_text => joined(pieces, media, false)?,
+            ContentFormat::Text => joined(pieces, media, is_sglang)?,
             ContentFormat::Parts => Value::from(pieces.into_iter().map(Piece::part).collect::<Vec<Value>>()),
         };
         let mut fields = vec![("role", Value::from(self.role.as_str())), ("content", content)];
@@ -187,69 +168,86 @@ impl Message {
 
 /// One part of a message's content.
 enum Piece {
-    Text(String),
+    /// A string, without a copy of the parsed one.
+    Text(Value),
     Media(MediaKind),
 }
 
 impl Piece {
+    /// `None` for a part that engines omit.
+    fn of(part: &Value, media: MediaForm<'_>) -> Result<Option<Self>, NoTokens> {
+        if part.kind() == ValueKind::String {
+            return Ok(Some(Self::Text(part.clone())));
+        }
+        let field = |name| text_of(part, name);
+        let (kind, text, refusal, thinking) = (field("type")?, field("text")?, field("refusal")?, field("thinking")?);
+        match kind.as_ref().and_then(Value::as_str).ok_or(NoTokens::MULTIMODAL)? {
+            "text" | "input_text" | "output_text" => Ok(text.map(Self::Text)),
+            "refusal" => Ok(refusal.map(Self::Text)),
+            "thinking" => Ok(thinking.map(Self::Text)),
+            kind => match (MediaKind::of_part(kind), media) {
+                (Some(kind), MediaForm::Accepted(_)) => Ok(Some(Self::Media(kind))),
+                (Some(_) | None, _) => Err(NoTokens::MULTIMODAL),
+            },
+        }
+    }
+
     /// Removes the line that Claude Code adds to its first system text. Returns whether anything else remains.
     fn strip_billing_line(&mut self) -> bool {
-        let Self::Text(text) = self else { return true };
-        if text.starts_with(BILLING_HEADER) {
-            *text = text.split_once('\n').map_or_else(String::new, |(_, rest)| rest.to_owned());
-            return !text.is_empty();
-        }
-        true
+        let Self::Text(value) = self else { return true };
+        let Some(text) = value.as_str().filter(|text| text.starts_with(BILLING_HEADER)) else { return true };
+        let rest = text.split_once('\n').map_or("", |(_, rest)| rest);
+        let is_empty = rest.is_empty();
+        *value = Value::from(rest);
+        !is_empty
     }
 
     fn part(self) -> Value {
         match self {
-            Self::Text(text) => Value::from_pairs([("type", Value::from("text")), ("text", Value::from(text))]),
+            Self::Text(text) => Value::from_pairs([("type", Value::from("text")), ("text", text)]),
             Self::Media(kind) => Value::from_pairs([("type", Value::from(kind.name()))]),
         }
     }
 }
 
+/// The pieces of a message's content.
+fn pieces(content: Option<Value>, media: MediaForm<'_>) -> Result<Vec<Piece>, NoTokens> {
+    let Some(content) = content else { return Ok(Vec::new()) };
+    match content.kind() {
+        ValueKind::String => Ok(vec![Piece::Text(content)]),
+        ValueKind::Seq => {
+            let parts = content.try_iter().map_err(|_| NoTokens::MALFORMED)?;
+            parts.filter_map(|part| Piece::of(&part, media).transpose()).collect()
+        }
+        _ => Err(NoTokens::MALFORMED),
+    }
+}
+
+/// A text field of a part; `None` if it is missing.
+fn text_of(part: &Value, name: &str) -> Result<Option<Value>, NoTokens> {
+    let value = if part.kind() == ValueKind::Map { part.get_attr(name).ok() } else { None };
+    match value.ok_or(NoTokens::MALFORMED)? {
+        value if value.is_none() || value.is_undefined() => Ok(None),
+        value if value.kind() == ValueKind::String => Ok(Some(value)),
+        _ => Err(NoTokens::MALFORMED),
+    }
+}
+
 /// The content as one text: placeholders of media first, as in vLLM.
-fn joined(pieces: Vec<Piece>, media: MediaForm<'_>, by_spaces: bool) -> Result<String, NoTokens> {
+fn joined(mut pieces: Vec<Piece>, media: MediaForm<'_>, by_spaces: bool) -> Result<Value, NoTokens> {
+    if let [Piece::Text(text)] = &mut pieces[..] {
+        return Ok(std::mem::take(text));
+    }
     let (mut lines, mut texts) = (Vec::new(), Vec::new());
-    for piece in pieces {
+    for piece in &pieces {
         match (piece, media) {
-            (Piece::Text(text), _) => texts.push(text),
-            (Piece::Media(_), MediaForm::Accepted(Some(placeholder))) => lines.push(placeholder.to_owned()),
+            (Piece::Text(text), _) => texts.push(text.as_str().unwrap_or_default()),
+            (Piece::Media(_), MediaForm::Accepted(Some(placeholder))) => lines.push(placeholder),
             (Piece::Media(_), MediaForm::Accepted(None) | MediaForm::Rejected) => return Err(NoTokens::MULTIMODAL),
         }
     }
     lines.extend(texts);
-    Ok(lines.join(if by_spaces { " " } else { "\n" }))
-}
-
-impl Content {
-    fn pieces(self, media: MediaForm<'_>) -> Result<Vec<Piece>, NoTokens> {
-        match self {
-            Self::Text(text) => Ok(vec![Piece::Text(text)]),
-            Self::Parts(parts) => parts.into_iter().filter_map(|part| part.piece(media).transpose()).collect(),
-        }
-    }
-}
-
-impl ContentPart {
-    /// `None` for a part that engines omit.
-    fn piece(self, media: MediaForm<'_>) -> Result<Option<Piece>, NoTokens> {
-        match self {
-            Self::Text(text) => Ok(Some(Piece::Text(text))),
-            Self::Typed { kind: Some(kind), text, refusal, thinking } => match kind.as_str() {
-                "text" | "input_text" | "output_text" => Ok(text.map(Piece::Text)),
-                "refusal" => Ok(refusal.map(Piece::Text)),
-                "thinking" => Ok(thinking.map(Piece::Text)),
-                kind => match (MediaKind::of_part(kind), media) {
-                    (Some(kind), MediaForm::Accepted(_)) => Ok(Some(Piece::Media(kind))),
-                    (Some(_) | None, _) => Err(NoTokens::MULTIMODAL),
-                },
-            },
-            Self::Typed { kind: None, .. } => Err(NoTokens::MULTIMODAL),
-        }
-    }
+    Ok(Value::from(lines.join(if by_spaces { " " } else { "\n" })))
 }
 
 /// A call in an earlier response, with arguments as JSON text.

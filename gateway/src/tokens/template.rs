@@ -77,7 +77,7 @@ impl Templates {
         chat::refused(parts)?;
         let template = self.template_for(parts)?;
         let chat = chat::read(parts, template.format, media)?;
-        if chat.messages.len() as u64 * parts.messages.len() as u64 > MESSAGE_BYTES_PRODUCT_MAX {
+        if (chat.messages.len() * chat.bytes) as u64 > MESSAGE_BYTES_PRODUCT_MAX {
             return Err(NoTokens::TOO_LONG);
         }
         if chat.continue_final_message { self.continued(template, chat) } else { self.rendered(template, chat) }
@@ -119,7 +119,8 @@ impl Templates {
         let given = given.into_iter().map(|(name, value)| (Value::from(name), value));
         // Later values override: the client's variables override special tokens, and the request's own fields override
         // both.
-        template.render(Value::from_pairs(self.special_tokens.iter().cloned().chain(chat.variables).chain(given)))
+        let all = self.special_tokens.iter().cloned().chain(chat.variables).chain(given);
+        template.render(Value::from_pairs(all), chat.bytes)
     }
 
     /// Renders up to the end of the final message's text.
@@ -178,9 +179,10 @@ impl Template {
         Ok(Self { env, format: ContentFormat::of(source) })
     }
 
-    fn render(&self, variables: Value) -> Result<String, NoTokens> {
+    /// Renders a text of about this many bytes.
+    fn render(&self, variables: Value, bytes: usize) -> Result<String, NoTokens> {
         let template = self.env.get_template("chat").expect("the constructor added this template");
-        let mut out = Bounded { bytes: Vec::new(), is_full: false };
+        let mut out = Bounded { bytes: Vec::with_capacity(bytes), is_full: false };
         // The error may quote the conversation, so it is counted but not logged.
         let failed = template.render_captured_to(variables, &mut out).is_err();
         if out.is_full {
