@@ -140,7 +140,7 @@ pub use queue::LimitKind;
 pub use record::{RecordCursor, RecordFile, RecordPart};
 pub use replica::{ReplicaId, ReplicaLife, ReplicaTopic};
 pub use request::{Prompt, RequestOptions, RouteRequest};
-pub use schedule::{AppraisedRank, Decision, PotentialLoad, RecordedChoice, Rejection, Replay, ReplayedDecision};
+pub use schedule::{Decision, PotentialLoad, RecordedChoice, Rejection, Replay, ReplayedDecision};
 pub use select::{Constraints, Filter, Pin, PinMode, RankConditions, RankTraits};
 pub use session::SessionId;
 pub use snapshot::{Snapshot, SnapshotError};

@@ -5,7 +5,6 @@ use std::time::Duration;
 use serde::Serialize;
 
 use super::router::Router;
-use crate::config::RouterConfig;
 use crate::policy::Policy;
 use crate::protocol::{Timestamp, WorkerRank};
 use crate::record::{RecordCursor, RecordPart};
@@ -149,9 +148,5 @@ fn runner_up(explanation: &Explanation, chosen: WorkerRank) -> Option<(WorkerRan
 }
 
 fn replay(explains: impl Fn(u64, &str) -> bool + Send + 'static) -> Replay {
-    Replay::following(|bytes| {
-        let config: RouterConfig = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
-        Ok((config, Vec::new()))
-    })
-    .explaining(explains)
+    Replay::following(|bytes| serde_json::from_slice(bytes).map_err(|error| error.to_string())).explaining(explains)
 }

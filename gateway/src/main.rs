@@ -69,8 +69,7 @@ enum Command {
     /// publishes KV events of its prefix cache like vLLM or SGLang. Ends on Ctrl-C.
     MockEngine(Box<MockConfig>),
     /// Decides recorded decisions again, from files that the gateway has written (gateway.decision_path), and compares each
-    /// choice bit for bit. With --policy or --set it decides them under other settings, and reports what would have changed.
-    /// Exits with 1 if a choice differs from the recorded one.
+    /// choice bit for bit. Exits with 1 if a choice differs from the recorded one.
     ReplayDecisions(ReplayArgs),
     /// Measures cache-aware routing: four mock engines of two ranks and the gateway serve the same requests round robin
     /// and with the default policy, then a table follows. Takes less than a minute. Exits with 1 if requests failed.
@@ -296,7 +295,7 @@ fn main() -> ExitCode {
                 let status = ended(print(&report));
                 if report.is_equal() { status } else { ExitCode::from(1) }
             }
-            Err(problem) => ended(Err(Stop::Problem(problem.to_string()))),
+            Err(problem) => ended(Err(Stop::Problem(problem))),
         },
         Command::Demo(config) => demo(&config),
         Command::Top(args) => ended(top(args)),

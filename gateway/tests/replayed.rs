@@ -19,10 +19,10 @@ const REQUESTS: usize = 40;
 /// Requests directly before the end of the process.
 const LAST_REQUESTS: usize = 10;
 
-/// `replay-decisions` with these arguments.
-async fn replay(args: &[&str]) -> Output {
+/// `replay-decisions` with this file.
+async fn replay(file: &Path) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_pointsman"));
-    command.env_clear().arg("replay-decisions").args(args);
+    command.env_clear().arg("replay-decisions").arg(file);
     timeout(PATIENCE, command.output()).await.expect("end before the timeout").expect("the program exists")
 }
 
@@ -37,7 +37,7 @@ async fn complete_file(directory: &Path) -> PathBuf {
         loop {
             let files = fs::read_dir(directory).into_iter().flatten().flatten().map(|entry| entry.path());
             if let [file] = files.collect::<Vec<_>>().as_slice() {
-                let output = replay(&[file.to_str().expect("a path in UTF-8")]).await;
+                let output = replay(file).await;
                 assert!(output.status.success(), "{}", text(&output.stderr));
                 if text(&output.stdout).contains(&expected) {
                     return file.clone();
@@ -82,32 +82,14 @@ async fn decisions_of_a_process_are_replayed_from_its_files() {
     }
     process.signal("TERM");
     assert_eq!(process.exit().await.code(), Some(0));
-    let name = file.to_str().expect("a path in UTF-8");
-    let report = text(&replay(&[name]).await.stdout);
+    let report = text(&replay(&file).await.stdout);
     let expected = format!("{} decisions replayed, 0 differ", REQUESTS + LAST_REQUESTS);
     assert!(report.contains(&expected), "the shutdown writes the last decisions: {report}");
-
-    let output = replay(&[name, "--policy", "random", "--list", "3"]).await;
-    let report = text(&output.stdout);
-    assert!(
-        output.status.success() && report.contains("differ under policy=random"),
-        "{report}{}",
-        text(&output.stderr)
-    );
-    let listed: Vec<&str> = report.lines().filter(|line| line.contains(" -> ")).collect();
-    assert!((1..=3).contains(&listed.len()), "{report}");
-    assert!(listed.iter().all(|line| line.contains(" 127.0.0.1:")), "ranks have the names of their workers: {report}");
-    for (args, problem) in
-        [(["--policy", "best"], "unknown variant"), (["--set", "nothing.at=1"], "nothing.at is no setting")]
-    {
-        let output = replay(&[&[name], args.as_slice()].concat()).await;
-        assert!(!output.status.success() && text(&output.stderr).contains(problem), "{}", text(&output.stderr));
-    }
 
     let cut = directory.join("cut");
     let bytes = fs::read(&file).expect("the file is readable");
     fs::write(&cut, &bytes[..bytes.len() - 7]).expect("written");
-    let output = replay(&[cut.to_str().expect("a path in UTF-8")]).await;
+    let output = replay(&cut).await;
     let report = text(&output.stdout);
     assert!(report.contains("damaged or cut at byte") && report.contains("0 differ"), "{report}");
     fs::remove_dir_all(&directory).expect("removed");

@@ -22,7 +22,7 @@ const RANKS_FULL_SHARE: usize = 64;
 impl<T> Schedule<T> {
     /// Replaces the shadow policies, which decide a `share` of the requests. Each differs from the active configuration
     /// in what `shadows` change. Call this before the first rank is admitted.
-    pub fn set_shadows(&mut self, shadows: impl IntoIterator<Item = RouterConfig>, share: f64) {
+    pub(super) fn set_shadows(&mut self, shadows: impl IntoIterator<Item = RouterConfig>, share: f64) {
         // Custom policies and scorers belong to the active policy.
         let Extensions { filters, estimator, .. } = self.active.settings.extensions.clone();
         let extensions = Extensions { filters, estimator, ..Extensions::default() };

@@ -288,9 +288,8 @@ impl Recorded {
     }
 }
 
-pub(crate) fn settings(bytes: &[u8]) -> Result<(RouterConfig, Vec<RouterConfig>), String> {
-    let config = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
-    Ok((config, Vec::new()))
+pub(crate) fn settings(bytes: &[u8]) -> Result<RouterConfig, String> {
+    serde_json::from_slice(bytes).map_err(|error| error.to_string())
 }
 
 pub(crate) fn replayed(segments: &[Vec<u8>], replay: impl Fn() -> Replay) -> Vec<ReplayedDecision> {

@@ -2,7 +2,7 @@
 //!
 //! [`Replay`] rebuilds the scheduler's state from a keyframe and follows the entries of a [`Recorder`](super::Recorder). It
 //! decides each batch again and compares, or follows the recorded choices, which is cheaper, and on the way explains
-//! decisions or decides them under other settings.
+//! decisions.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -17,7 +17,6 @@ use crate::load::{PlacementRate, PromptBlocks};
 use crate::policy::Policy;
 use crate::protocol::{Slot, Timestamp, WorkerRank};
 use crate::record::bytes::{Reader, Recorded};
-use crate::schedule::appraisal::ShadowReport;
 use crate::schedule::choice::Choice;
 use crate::schedule::explanation::Explanation;
 use crate::schedule::latency::typical::Typical;
@@ -90,18 +89,12 @@ pub struct ReplayedDecision {
     pub is_equal: bool,
     /// The choice of a replay that decided otherwise.
     pub replayed: Option<RecordedChoice>,
-    /// Choices under the alternatives or shadow policies, if any decided.
-    pub report: Option<Box<ShadowReport>>,
     /// The candidate table, if requested.
     pub explanation: Option<Box<Explanation>>,
 }
 
-/// Recorded settings, and other settings that decide the same requests without booking. If there are any, they replace
-/// the shadow policies.
-type ReplaySettings = (RouterConfig, Vec<RouterConfig>);
-
 /// Reads recorded settings.
-type SettingsReader = Box<dyn Fn(&[u8]) -> Result<ReplaySettings, String> + Send>;
+type SettingsReader = Box<dyn Fn(&[u8]) -> Result<RouterConfig, String> + Send>;
 
 /// Whether a decision is explained, by number and request id.
 type ExplainedDecisions = Box<dyn Fn(u64, &str) -> bool + Send>;
@@ -111,7 +104,7 @@ pub struct Replay {
     mode: ReplayMode,
     read_settings: SettingsReader,
     explains: ExplainedDecisions,
-    settings: Option<(Box<[u8]>, ReplaySettings)>,
+    settings: Option<(Box<[u8]>, RouterConfig)>,
     schedule: Option<Schedule<Box<str>>>,
     loads: ReplayLoads,
     in_flight: VecDeque<PendingRequest<Box<str>>>,
@@ -134,21 +127,17 @@ impl fmt::Debug for Replay {
 
 impl Replay {
     /// A replay that decides again, and compares. `read_settings` reads the settings of a keyframe, which are JSON of a
-    /// router: the recorded ones, and alternatives that decide the same requests without booking.
-    pub fn verifying(
-        read_settings: impl Fn(&[u8]) -> Result<(RouterConfig, Vec<RouterConfig>), String> + Send + 'static,
-    ) -> Self {
+    /// router.
+    pub fn verifying(read_settings: impl Fn(&[u8]) -> Result<RouterConfig, String> + Send + 'static) -> Self {
         Self::new(ReplayMode::Verify, read_settings)
     }
 
-    /// A replay that takes the recorded choices. If there are alternatives, they replace the shadow policies.
-    pub fn following(
-        read_settings: impl Fn(&[u8]) -> Result<(RouterConfig, Vec<RouterConfig>), String> + Send + 'static,
-    ) -> Self {
+    /// A replay that takes the recorded choices.
+    pub fn following(read_settings: impl Fn(&[u8]) -> Result<RouterConfig, String> + Send + 'static) -> Self {
         Self::new(ReplayMode::Follow, read_settings)
     }
 
-    fn new(mode: ReplayMode, read_settings: impl Fn(&[u8]) -> Result<ReplaySettings, String> + Send + 'static) -> Self {
+    fn new(mode: ReplayMode, read_settings: impl Fn(&[u8]) -> Result<RouterConfig, String> + Send + 'static) -> Self {
         Self {
             mode,
             read_settings: Box::new(read_settings),
@@ -212,7 +201,7 @@ impl Replay {
     }
 
     /// The settings of the keyframe, read again only if they differ from the last ones.
-    fn settings_of(&mut self, bytes: &[u8]) -> Result<ReplaySettings, ReplayError> {
+    fn settings_of(&mut self, bytes: &[u8]) -> Result<RouterConfig, ReplayError> {
         if let Some((_, settings)) = self.settings.as_ref().filter(|(known, _)| **known == *bytes) {
             return Ok(settings.clone());
         }
@@ -224,11 +213,7 @@ impl Replay {
     /// Malformed bytes are `Ok(None)`.
     fn read_keyframe(&mut self, from: &mut Reader<'_>) -> Result<Option<()>, ReplayError> {
         let Some(bytes) = from.length().and_then(|length| from.bytes(length)) else { return Ok(None) };
-        let (config, alternatives) = self.settings_of(bytes)?;
-        let mut schedule = Schedule::new(config, 0, Extensions::default());
-        if !alternatives.is_empty() {
-            schedule.set_shadows(alternatives, f64::INFINITY); // every decision
-        }
+        let mut schedule = Schedule::new(self.settings_of(bytes)?, 0, Extensions::default());
         (self.schedule, self.listed) = (None, None);
         Ok(self.restore(&mut schedule, from).map(|()| self.schedule = Some(schedule)))
     }
@@ -385,14 +370,14 @@ impl Replay {
             is_equal: replayed.as_ref().is_none_or(|replayed| *replayed == recorded),
             replayed: replayed.filter(|replayed| *replayed != recorded),
             recorded,
-            report: None,
             explanation: None,
         };
         if (self.explains)(number, &decision.id) {
             decision.explanation = Some(self.explanation(schedule, &pending, &decision.recorded));
         }
         if let Some((position, chosen)) = chosen {
-            decision.report = schedule.shadow_report(self.in_batch, &self.loads, position, &pending);
+            // Shadows age ranks and learn speeds.
+            let _ = schedule.shadow_report(self.in_batch, &self.loads, position, &pending);
             let effect = schedule.place(self.in_batch, &self.loads, (position, search.as_deref()), pending, None);
             // The rank is the recorded one, so that the digest compares the facts.
             let is_same = Chosen::of(&effect) == Some(chosen);

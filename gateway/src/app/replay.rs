@@ -1,21 +1,24 @@
-//! Replay of recorded decisions from files: the `replay-decisions` command.
-//!
-//! Without other settings every decision is made again and compared. With other settings each request is also decided
-//! under them, on the recorded state and without a booking, and both choices are measured alike.
-
-mod args;
-mod comparison;
+//! Replay of recorded decisions from files: the `replay-decisions` command. Every decision is made again and compared.
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
+use clap::Args;
 use pointsman::protocol::{WorkerId, WorkerRank};
-use pointsman::{RecordFile, RecordedChoice, Replay, ReplayedDecision, RouterConfig};
+use pointsman::{RecordFile, RecordedChoice, Replay, ReplayedDecision};
 
-pub use args::ReplayArgs;
-use comparison::Comparison;
+/// Arguments of `replay-decisions`.
+#[derive(Args, Clone, Debug)]
+pub struct ReplayArgs {
+    /// Files of recorded decisions, in order.
+    #[arg(required = true, value_name = "FILE")]
+    pub files: Vec<PathBuf>,
+    /// Maximum number of listed differences.
+    #[arg(long, value_name = "NUMBER", default_value_t = 20)]
+    pub list: u32,
+}
 
 /// Result of a replay.
 #[derive(Debug, Default)]
@@ -26,8 +29,6 @@ pub struct ReplayReport {
     different_count: u64,
     /// Damaged files, and segments that could not be replayed, as lines.
     problems: Vec<String>,
-    /// Choices under other settings.
-    comparison: Option<Comparison>,
     listed_max: usize,
     names: WorkerNames,
 }
@@ -44,27 +45,14 @@ impl WorkerNames {
 }
 
 impl ReplayReport {
-    /// Whether every decision was made again as recorded. Always true under other settings, which are not compared bit for
-    /// bit.
+    /// Whether every decision was made again as recorded.
     pub fn is_equal(&self) -> bool {
         self.different_count == 0
     }
 
-    /// Replayed decisions.
-    pub fn decisions(&self) -> u64 {
-        self.decisions
-    }
-
-    /// Choices that other settings would have changed; `None` without other settings.
-    pub fn changed(&self) -> Option<u64> {
-        self.comparison.as_ref().map(|comparison| comparison.changed)
-    }
-
     fn add(&mut self, decision: &ReplayedDecision) {
         self.decisions += 1;
-        if let Some(comparison) = &mut self.comparison {
-            comparison.add(decision, &self.names);
-        } else if !decision.is_equal {
+        if !decision.is_equal {
             self.different_count += 1;
             if self.different.len() < self.listed_max {
                 self.different.push(difference(decision, &self.names));
@@ -86,9 +74,6 @@ fn difference(decision: &ReplayedDecision, names: &WorkerNames) -> String {
 impl fmt::Display for ReplayReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.problems.iter().try_for_each(|problem| writeln!(f, "warning: {problem}"))?;
-        if let Some(comparison) = &self.comparison {
-            return comparison.fmt(f);
-        }
         writeln!(f, "{} decisions replayed, {} differ", self.decisions, self.different_count)?;
         self.different.iter().try_for_each(|line| writeln!(f, "  {line}"))
     }
@@ -97,27 +82,25 @@ impl fmt::Display for ReplayReport {
 /// Replays the files in the given order.
 ///
 /// # Errors
-/// An unreadable file, or other settings that are invalid.
+/// An unreadable file.
 pub fn replay_decisions(args: &ReplayArgs) -> Result<ReplayReport, String> {
-    let listed_max = args.list as usize;
-    let comparison = args.changes().then(|| Comparison::new(args.name(), listed_max));
-    let mut report = ReplayReport { comparison, listed_max, ..ReplayReport::default() };
+    let mut report = ReplayReport { listed_max: args.list as usize, ..ReplayReport::default() };
     for file in &args.files {
-        replay_file(file, args, &mut report)?;
+        replay_file(file, &mut report)?;
     }
     Ok(report)
 }
 
-fn replay_file(file: &Path, args: &ReplayArgs, report: &mut ReplayReport) -> Result<(), String> {
+fn replay_file(file: &Path, report: &mut ReplayReport) -> Result<(), String> {
     let name = file.display().to_string();
     let bytes = fs::read(file).map_err(|error| format!("{name} cannot be read: {error}"))?;
-    let mut replay = new_replay(args);
+    let mut replay = new_replay();
     let mut problems = Vec::new();
     let end = RecordFile::read(&bytes, &mut |part| {
         report.names.0.extend(part.names.into_iter().map(|(worker, name)| (worker, name.to_owned())));
         // A segment depends on nothing before it.
         if part.segment.is_some() {
-            replay = new_replay(args);
+            replay = new_replay();
         }
         if let Err(error) = replay.feed(part.entries, &mut |decision| report.add(&decision)) {
             problems.push(format!("{name}: {error}"));
@@ -128,22 +111,9 @@ fn replay_file(file: &Path, args: &ReplayArgs, report: &mut ReplayReport) -> Res
         problems.push(format!("{name}: damaged or cut at byte {at} of {}, read up to there", bytes.len()));
     }
     report.problems.append(&mut problems);
-    // Wrong settings are the same problem for every segment.
-    match args.problem_with(&RouterConfig::default()) {
-        Some(problem) if report.decisions == 0 => Err(problem),
-        Some(_) | None => Ok(()),
-    }
+    Ok(())
 }
 
-fn new_replay(args: &ReplayArgs) -> Replay {
-    let read = |bytes: &[u8]| serde_json::from_slice::<RouterConfig>(bytes).map_err(|error| error.to_string());
-    if !args.changes() {
-        return Replay::verifying(move |bytes| Ok((read(bytes)?, Vec::new())));
-    }
-    let args = args.clone();
-    Replay::following(move |bytes| {
-        let config = read(bytes)?;
-        let alternative = args.changed(&config)?;
-        Ok((config, vec![alternative]))
-    })
+fn new_replay() -> Replay {
+    Replay::verifying(|bytes| serde_json::from_slice(bytes).map_err(|error| error.to_string()))
 }
