@@ -1,6 +1,6 @@
 //! The report of runs over time: records, comparable figures and validity warnings.
 //!
-//! Contains the [`Summary`] of a run, its JSON and its text. Equal runs and equal [`Facts`] give equal bytes. A figure
+//! Contains the [`Summary`] of a run, and its JSON. Equal runs and equal [`Facts`] give equal bytes. A figure
 //! without measurements is absent instead of zero. Warnings are part of the summary. Other modules execute runs and
 //! compare them.
 //!

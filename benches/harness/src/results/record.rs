@@ -94,7 +94,7 @@ fn write_fields(out: &mut impl Write, name: &str, value: &Value) -> io::Result<(
             fields.iter().try_for_each(|(field, value)| write_fields(out, &format!("{name}{dot}{field}"), value))
         }
         Value::Number(number) if number.is_f64() => {
-            writeln!(out, "{name:<42} {:.3}", number.as_f64().unwrap_or_default())
+            writeln!(out, "{name:<42} {:.6}", number.as_f64().unwrap_or_default())
         }
         Value::String(text) => writeln!(out, "{name:<42} {text}"),
         other => writeln!(out, "{name:<42} {other}"),

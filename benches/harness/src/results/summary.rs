@@ -3,14 +3,13 @@
 //! Equal runs with equal facts give equal bytes: no figure depends on wall time or on the process.
 
 use std::collections::BTreeMap;
-use std::io::{self, Write};
 
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::load::max_over_mean;
 use super::prediction::PredictionError;
-use super::{Distribution, Facts, Machine, RequestRecord, Run, Warning, share, validity, write_json};
+use super::{Distribution, Facts, Machine, RequestRecord, Run, Warning, share, validity};
 
 /// Version of the JSON form. Incremented when a figure changes its name or meaning, but not for additional figures.
 pub const SCHEMA_VERSION: u32 = 1;
@@ -137,14 +136,6 @@ impl Summary {
             machine: facts.machine.clone(),
             commit: facts.commit.clone(),
         }
-    }
-
-    /// Writes the summary as one line of JSON or as text.
-    ///
-    /// # Errors
-    /// `out` fails.
-    pub fn write(&self, out: impl Write, json: bool) -> io::Result<()> {
-        if json { write_json(out, self) } else { self.write_text(out) }
     }
 }
 

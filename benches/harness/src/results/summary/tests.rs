@@ -4,7 +4,7 @@ use serde_json::Value;
 
 use super::super::tests::{request, run};
 use super::*;
-use crate::results::RankSample;
+use crate::results::{RankSample, write_json};
 
 pub(crate) fn facts() -> Facts {
     Facts {
@@ -85,7 +85,7 @@ fn decisions_checksum_depends_on_order_and_gaps() {
 fn json_is_one_line_with_all_documented_keys_and_round_trips() {
     let summary = Summary::new(&thousand(), &facts());
     let mut line = Vec::new();
-    summary.write(&mut line, true).expect("written");
+    write_json(&mut line, &summary).expect("written");
     let line = String::from_utf8(line).expect("text");
     assert_eq!(line.matches('\n').count(), 1);
     let json: Value = serde_json::from_str(&line).expect("json");
@@ -102,6 +102,6 @@ fn json_is_one_line_with_all_documented_keys_and_round_trips() {
     }
     assert_eq!(serde_json::from_str::<Summary>(&line).expect("reads back"), summary);
     let mut again = Vec::new();
-    Summary::new(&thousand(), &facts()).write(&mut again, true).expect("written");
+    write_json(&mut again, &Summary::new(&thousand(), &facts())).expect("written");
     assert_eq!(line.as_bytes(), again);
 }
