@@ -41,11 +41,11 @@ mod worker_tasks;
 
 #[cfg(feature = "faults")]
 pub use delivery::fault::FaultMoment;
+#[cfg(feature = "kubernetes")]
+pub use discovery::KubernetesPods;
 pub use discovery::{DiscoverySource, StaticList};
 #[cfg(feature = "discovery")]
 pub use discovery::{DnsNames, ProbeOptions, ProbedUrls, WatchedFile};
-#[cfg(feature = "kubernetes")]
-pub use discovery::{KubernetesPods, ServiceAddresses};
 #[cfg(feature = "http")]
 pub use handle::PlacedBody;
 pub use handle::{

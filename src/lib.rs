@@ -111,6 +111,8 @@ mod zmtp;
 
 #[cfg(feature = "faults")]
 pub use actors::Fault;
+#[cfg(feature = "kubernetes")]
+pub use actors::KubernetesPods;
 #[cfg(feature = "http")]
 pub use actors::PlacedBody;
 #[cfg(feature = "runtime")]
@@ -122,8 +124,6 @@ pub use actors::{
 pub use actors::{BusError, ReplicaBus, ReplicaMember, ReplicaMessage, SnapshotSource, SnapshotStore};
 #[cfg(feature = "discovery")]
 pub use actors::{DnsNames, EngineClient, EngineGet, EngineHttpError, ProbeOptions, ProbedUrls, WatchedFile};
-#[cfg(feature = "kubernetes")]
-pub use actors::{KubernetesPods, ServiceAddresses};
 #[cfg(feature = "tower")]
 pub use actors::{PlaceError, PlacedTarget, PlacementLayer};
 pub use answer::{AnswerKind, AnswerReader, Usage};

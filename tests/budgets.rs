@@ -15,13 +15,13 @@ use crate::tidy::{code_of, sources, without_tests};
 /// certificates, a fast form of tokenizers, and a runtime per core. Its target is 22,000. All keep their present size, so
 /// that they can only shrink.
 const PACKAGES: &[(&[&str], usize)] =
-    &[(&["src/", "actors/"], 42_640), (&["gateway/src/"], 27_720), (&["benches/"], 15_715), (&["python/"], 1_650)];
+    &[(&["src/", "actors/"], 42_550), (&["gateway/src/"], 27_675), (&["benches/"], 15_715), (&["python/"], 1_650)];
 
 /// Lines of test code of all packages.
 const TEST_LINES_MAX: usize = 55_000;
 
 /// Public names of the library: the root and its public modules.
-const PUBLIC_NAMES_MAX: usize = 129;
+const PUBLIC_NAMES_MAX: usize = 128;
 
 /// Words of all documents.
 const WORDS_MAX: usize = 50_000;

@@ -25,7 +25,7 @@ pub use dns::DnsNames;
 pub use file::WatchedFile;
 pub(crate) use follower::{Assignment, Follower, FollowerMsg, SourceReport};
 #[cfg(feature = "kubernetes")]
-pub use kubernetes::{KubernetesPods, ServiceAddresses};
+pub use kubernetes::KubernetesPods;
 #[cfg(feature = "discovery")]
 pub use prober::ProbeOptions;
 pub(crate) use source::AnySource;

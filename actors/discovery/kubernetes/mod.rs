@@ -6,7 +6,6 @@
 
 mod client;
 mod objects;
-mod service;
 mod watch;
 
 use std::collections::BTreeSet;
@@ -27,7 +26,6 @@ use crate::discovery::{
 use crate::protocol::{WorkerId, WorkerMap};
 use client::ApiAccess;
 use objects::{PoolFacts, pod_facts, pod_resource, pool_facts, pool_resource};
-pub use service::ServiceAddresses;
 use watch::ObjectWatch;
 
 /// Selection of the pods of a source.

@@ -1,8 +1,7 @@
 //! Fields read from Kubernetes objects.
 
 use std::borrow::Cow;
-use std::collections::{BTreeMap, BTreeSet};
-use std::net::IpAddr;
+use std::collections::BTreeMap;
 
 use kube::Resource;
 use kube::core::{ApiResource, DynamicResourceScope, GroupVersionKind, ObjectMeta};
@@ -11,15 +10,14 @@ use serde_json::Value;
 
 use crate::discovery::{KV_EVENTS_PORT, KV_REPLAY_PORT, PodFacts};
 
-/// A pod, an EndpointSlice or an InferencePool, with the fields that are read. One type for all of them, because the watch
-/// and its decoders are compiled for each type, and the complete type of pods has thousands of fields.
+/// A pod or an InferencePool, with the fields that are read. One type for both, because the watch and its decoders are
+/// compiled for each type, and the complete type of pods has thousands of fields.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default)]
 pub(super) struct WatchedObject {
     metadata: ObjectMeta,
     spec: Option<Spec>,
     status: Option<Status>,
-    endpoints: Option<Vec<SliceEndpoint>>,
 }
 
 #[derive(Clone, Debug, Default, Deserialize)]
@@ -45,12 +43,6 @@ struct Status {
 struct Condition {
     r#type: String,
     status: String,
-}
-
-#[derive(Clone, Debug, Default, Deserialize)]
-#[serde(default)]
-struct SliceEndpoint {
-    addresses: Option<Vec<String>>,
 }
 
 impl Resource for WatchedObject {
@@ -104,17 +96,6 @@ pub(super) fn pod_facts(pod: WatchedObject) -> PodFacts {
         has_ended,
         has_host_network: pod.spec.and_then(|spec| spec.host_network).unwrap_or(false),
     }
-}
-
-pub(super) fn slice_resource() -> ApiResource {
-    ApiResource::from_gvk(&GroupVersionKind::gvk("discovery.k8s.io", "v1", "EndpointSlice"))
-}
-
-/// Addresses of all endpoints of a slice. Names are ignored: a slice of pods has none.
-pub(super) fn slice_addresses(slice: WatchedObject) -> BTreeSet<IpAddr> {
-    let endpoints = slice.endpoints.unwrap_or_default();
-    let addresses = endpoints.iter().flat_map(|endpoint| endpoint.addresses.iter().flatten());
-    addresses.filter_map(|address| address.parse().ok()).collect()
 }
 
 /// The fields of an InferencePool that determine its endpoints.

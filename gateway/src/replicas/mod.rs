@@ -105,19 +105,6 @@ fn life(settings: &ReplicasSettings) -> Result<ReplicaLife, ReplicasError> {
 }
 
 fn peers_of(settings: &ReplicasSettings) -> Peers {
-    #[cfg(feature = "kubernetes")]
-    if let Some(service) = settings.kubernetes_service.as_deref().and_then(|service| service.rsplit_once(':')) {
-        let (name, port) = service;
-        let mut addresses = pointsman::ServiceAddresses::new(name);
-        if let Some(namespace) = &settings.kubernetes_namespace {
-            addresses = addresses.namespace(namespace);
-        }
-        if let Some(file) = &settings.kubeconfig_file {
-            addresses = addresses.kubeconfig(file);
-        }
-        let port = port.parse().expect("the settings are valid");
-        return Peers::Service { addresses: Box::new(addresses), port, host: name.to_owned() };
-    }
     match &settings.dns {
         Some(name) => Peers::Dns(name.clone()),
         None => Peers::List(settings.peers.clone()),

@@ -230,12 +230,6 @@ settings! {
         peers: Vec<String>;
         /// DNS name of all replicas as `NAME:PORT`, resolved every 5 s. Each address is a replica.
         dns: Option<String>;
-        /// Kubernetes Service of all replicas as `NAME:PORT`. Each address of its EndpointSlices is a replica.
-        kubernetes_service: Option<String>;
-        /// Namespace of the Service. Default: that of the kubeconfig context or of the service account.
-        kubernetes_namespace: Option<String>;
-        /// Kubeconfig file of the API server. Default: `KUBECONFIG`, `~/.kube/config`, then the service account of the pod.
-        kubeconfig_file: Option<PathBuf>;
         /// Address of a NATS server with JetStream, `nats://HOST:PORT` or `tls://HOST:PORT`, instead of `listen` and peers.
         nats: Option<String>;
         /// Name of this replica, unique and the same after a restart. Default: random.

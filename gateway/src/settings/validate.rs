@@ -13,7 +13,7 @@ use pointsman::{DnsNames, HttpUrl, WatchedFile};
 
 use super::address::{is_loopback, is_server_url};
 use super::log::{AccessLog, parse_level};
-use super::rules::{NOT_BUILT, Rules, SettingErrors, is_object_name};
+use super::rules::{Rules, SettingErrors};
 use super::table::Declared as _;
 use super::{MessagesMode, ModelSettings, ReplicasSettings, RouteSettings, Settings, TokenSourceChoice};
 use crate::formats::openai::Endpoint;
@@ -245,18 +245,17 @@ impl Settings {
 
 impl ReplicasSettings {
     fn check(&self, rules: &mut Rules) {
-        let has_peers = self.dns.is_some() || self.kubernetes_service.is_some() || !self.peers.is_empty();
+        let has_peers = self.dns.is_some() || !self.peers.is_empty();
         if let Some(url) = &self.nats {
             rules.text("nats", url, is_server_url(url), "nats://HOST:PORT or tls://HOST:PORT, without a password");
             let is_alone = !has_peers && self.listen.is_none();
-            rules.text("nats", url, is_alone, "absent with listen, peers, dns or kubernetes_service");
+            rules.text("nats", url, is_alone, "absent with listen, peers or dns");
         } else {
             rules.check("listen", "absent", self.listen.is_some(), "an IP address with a port");
-            rules.check("", "without peers", has_peers, "given peers, dns, kubernetes_service or nats");
+            rules.check("", "without peers", has_peers, "given peers, dns or nats");
         }
         rules.given("dns", self.dns.as_ref(), |_| self.peers.is_empty(), "absent with peers");
         rules.given("dns", self.dns.as_ref(), is_host_and_port, "NAME:PORT");
-        self.check_kubernetes(rules);
         for (n, peer) in self.peers.iter().enumerate() {
             rules.text(format!("peers[{n}]"), peer, is_host_and_port(peer), "HOST:PORT");
         }
@@ -271,29 +270,11 @@ impl ReplicasSettings {
         files.into_iter().for_each(|(name, file)| rules.given(name, file.as_ref(), |_| has_all, rule));
         let is_secure = self.key_file.is_some() || has_all || self.insecure;
         let is_local = self.listen.is_none_or(|listen| listen.ip().is_loopback())
-            && self.kubernetes_service.is_none()
             && self.peers.iter().chain(&self.dns).all(|address| is_loopback(address))
             && self.nats.iter().all(|url| url.split_once("://").is_some_and(|(_, address)| is_loopback(address)));
         let rule = "given beyond loopback, unless there are tls_certificate_file, tls_key_file and tls_ca_file, or \
                     insecure is true";
         rules.check("key_file", "absent", is_secure || is_local, rule);
-    }
-
-    fn check_kubernetes(&self, rules: &mut Rules) {
-        let service = self.kubernetes_service.as_ref();
-        let (is_built, absent) = (cfg!(feature = "kubernetes"), "absent without kubernetes_service");
-        let is_service = |service: &str| {
-            let has_name = service.rsplit_once(':').is_some_and(|(name, _)| is_object_name(name));
-            is_built && has_name && is_host_and_port(service)
-        };
-        let rule = if is_built { "NAME:PORT" } else { NOT_BUILT };
-        rules.given("kubernetes_service", service, is_service, rule);
-        let is_alone = self.peers.is_empty() && self.dns.is_none();
-        rules.given("kubernetes_service", service, |_| is_alone, "absent with peers or dns");
-        let namespace = self.kubernetes_namespace.as_ref();
-        rules.given("kubernetes_namespace", namespace, is_object_name, "the name of a Kubernetes object");
-        rules.given("kubernetes_namespace", namespace, |_| service.is_some(), absent);
-        rules.given("kubeconfig_file", self.kubeconfig_file.as_ref(), |_| service.is_some(), absent);
     }
 }
 

@@ -27,11 +27,8 @@ use tokio_stream::wrappers::ReceiverStream;
 use super::selector::Selector;
 
 /// Served collections: path of the API, plural, kind.
-const COLLECTIONS: [(&str, &str, &str); 3] = [
-    ("api/v1", "pods", "Pod"),
-    ("apis/inference.networking.k8s.io/v1", "inferencepools", "InferencePool"),
-    ("apis/discovery.k8s.io/v1", "endpointslices", "EndpointSlice"),
-];
+const COLLECTIONS: [(&str, &str, &str); 2] =
+    [("api/v1", "pods", "Pod"), ("apis/inference.networking.k8s.io/v1", "inferencepools", "InferencePool")];
 
 /// One change of one object. Its version is its position in the log, from 1.
 struct ObjectChange {

@@ -9,5 +9,4 @@ mod cluster;
 mod drills;
 mod kubectl;
 mod property;
-mod replicas;
 mod selector;

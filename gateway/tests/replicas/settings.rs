@@ -29,8 +29,6 @@ fn sufficient_settings_are_accepted() {
         "listen = \"127.0.0.1:7\"\npeers = [\"localhost:8\", \"[::1]:9\"]",
         "listen = \"0.0.0.0:7\"\npeers = [\"gateway-1:8\"]\nkey_file = \"key\"",
         "listen = \"0.0.0.0:7\"\ndns = \"gateways.llm:7\"\ninsecure = true\nid = \"a\"",
-        #[cfg(feature = "kubernetes")]
-        "listen = \"0.0.0.0:7\"\nkubernetes_service = \"g:7\"\nkubernetes_namespace = \"n\"\nkey_file = \"key\"",
         "listen = \"0.0.0.0:7\"\ndns = \"g:7\"\ntls_certificate_file = \"a\"\ntls_key_file = \"b\"\ntls_ca_file = \"c\"",
     ];
     for case in cases {
@@ -43,17 +41,13 @@ fn sufficient_settings_are_accepted() {
 
 const VIOLATED: &str = r#"
 insecure = true => replicas.listen is absent, must be an IP address with a port (default)
-listen = "127.0.0.1:7" => replicas is without peers, must be given peers, dns, kubernetes_service or nats (default)
+listen = "127.0.0.1:7" => replicas is without peers, must be given peers, dns or nats (default)
 listen = "0.0.0.0:7"; peers = ["localhost:7"] => $INSECURE
 listen = "127.0.0.1:7"; peers = ["gateway-1:7"] => $INSECURE
 listen = "127.0.0.1:7"; dns = "gateways:7" => $INSECURE
 listen = "127.0.0.1:8080"; peers = ["localhost:7"] => replicas.listen is 127.0.0.1:8080, must be an address other than gateway.listen, admin.listen and picker.listen (file)
 listen = "127.0.0.1:7"; peers = ["localhost"] => replicas.peers[0] is "localhost", must be HOST:PORT (file)
 listen = "127.0.0.1:7"; peers = ["localhost:1"]; dns = "localhost:2" => replicas.dns is "localhost:2", must be absent with peers (file)
-listen = "127.0.0.1:7"; peers = ["localhost:1"]; kubernetes_service = "g:2" => replicas.kubernetes_service is "g:2", must be absent with peers or dns (file)
-listen = "127.0.0.1:7"; kubernetes_service = "g:2" => $INSECURE
-listen = "127.0.0.1:7"; peers = ["localhost:1"]; kubernetes_namespace = "n" => replicas.kubernetes_namespace is "n", must be absent without kubernetes_service (file)
-listen = "127.0.0.1:7"; peers = ["localhost:1"]; kubeconfig_file = "k" => replicas.kubeconfig_file is "/etc/k", must be absent without kubernetes_service (file)
 listen = "127.0.0.1:7"; peers = ["localhost:1"]; tls_key_file = "k" => replicas.tls_key_file is "/etc/k", must be absent unless tls_certificate_file, tls_key_file and tls_ca_file are given (file)
 "#;
 
@@ -61,13 +55,7 @@ listen = "127.0.0.1:7"; peers = ["localhost:1"]; tls_key_file = "k" => replicas.
 fn violated_rules_are_named() {
     let insecure = "replicas.key_file is absent, must be given beyond loopback, unless there are \
                     tls_certificate_file, tls_key_file and tls_ca_file, or insecure is true (default)";
-    let kubernetes = match cfg!(feature = "kubernetes") {
-        true => "must be NAME:PORT (file)",
-        false => "must be absent: this program was built without the feature kubernetes (file)",
-    };
-    let service = "listen = \"127.0.0.1:7\"; kubernetes_service = \"a/b:2\"";
-    let service = format!("{service} => replicas.kubernetes_service is \"a/b:2\", {kubernetes}");
-    for line in VIOLATED.trim().lines().chain([&*service]) {
+    for line in VIOLATED.trim().lines() {
         let (given, problem) = line.split_once(" => ").expect("a problem");
         let problem = problem.replace("$INSECURE", insecure);
         let problems = problems(&given.replace("; ", "\n"));

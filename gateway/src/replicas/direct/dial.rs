@@ -2,7 +2,6 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::convert::Infallible;
-use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
@@ -46,9 +45,6 @@ pub(crate) enum Peers {
     List(Vec<String>),
     /// `NAME:PORT`; each address of the name is a replica.
     Dns(String),
-    /// Each address of a Kubernetes Service is a replica with this port. The host is the name in certificates.
-    #[cfg(feature = "kubernetes")]
-    Service { addresses: Box<pointsman::ServiceAddresses>, port: u16, host: String },
 }
 
 impl Peers {
@@ -57,23 +53,20 @@ impl Peers {
         match self {
             Self::List(_) => host_of(address),
             Self::Dns(name) => host_of(name),
-            #[cfg(feature = "kubernetes")]
-            Self::Service { host, .. } => host,
         }
     }
 
     /// Waits for the next set of addresses; `None` after a failure, which keeps the last set.
     async fn next(&mut self, rounds: &mut Interval) -> Option<BTreeSet<String>> {
-        let shown = |addresses: &mut dyn Iterator<Item = SocketAddr>| {
-            Some(addresses.take(ADDRESSES_MAX).map(|address| address.to_string()).collect())
-        };
         match self {
             Self::List(addresses) if addresses.is_empty() => std::future::pending().await,
             Self::List(addresses) => Some(std::mem::take(addresses).into_iter().collect()),
             Self::Dns(name) => {
                 rounds.tick().await;
                 match timeout(CONNECT_TIMEOUT, lookup_host(&*name)).await {
-                    Ok(Ok(mut addresses)) => shown(&mut addresses),
+                    Ok(Ok(addresses)) => {
+                        Some(addresses.take(ADDRESSES_MAX).map(|address| address.to_string()).collect())
+                    }
                     Ok(Err(error)) => {
                         tracing::debug!(name, %error, "replicas.dns was not resolved");
                         None
@@ -81,14 +74,6 @@ impl Peers {
                     Err(_) => None,
                 }
             }
-            #[cfg(feature = "kubernetes")]
-            Self::Service { addresses, port, .. } => match addresses.next().await {
-                Ok(found) => shown(&mut found.into_iter().map(|ip| SocketAddr::new(ip, *port))),
-                Err(error) => {
-                    tracing::warn!(%error, "the addresses of replicas are not updated");
-                    None
-                }
-            },
         }
     }
 }
