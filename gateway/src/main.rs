@@ -402,7 +402,7 @@ fn demo(config: &DemoConfig) -> ExitCode {
 /// Whether every request succeeded.
 fn run_demo(config: &DemoConfig) -> Result<bool, Stop> {
     runtime()?.block_on(async {
-        let demo = Demo::<OneModel>::run(config, &Progress::stderr()).await;
+        let demo = Demo::<OneModel>::run(config, Progress::Stderr).await;
         let demo = demo.map_err(|error| Stop::Problem(error.to_string()))?;
         let report = demo.report();
         let is_clean = report.is_clean();

@@ -9,11 +9,11 @@ use crate::common::proxy::PATIENCE;
 use crate::demo_gateway::OneModel;
 
 fn config() -> DemoConfig {
-    DemoConfig { seed: 5, requests: 12, clients: 2, time_scale: Some(0.0), ..DemoConfig::default() }
+    DemoConfig { seed: 5, requests: 12, clients: 2, time_scale: 0.0, ..DemoConfig::default() }
 }
 
 async fn report(config: &DemoConfig) -> Report {
-    let demo = Demo::<OneModel>::run(config, &Progress::silent()).await.expect("the engine runs");
+    let demo = Demo::<OneModel>::run(config, Progress::Silent).await.expect("the engine runs");
     let report = demo.report().clone();
     let addresses = demo.addresses();
     assert!(addresses.contains("http://127.0.0.1:") && addresses.contains("curl "), "{addresses}");
@@ -23,17 +23,17 @@ async fn report(config: &DemoConfig) -> Report {
 
 #[tokio::test]
 async fn invalid_settings_are_rejected() {
-    let refused = Demo::<OneModel>::run(&DemoConfig { time_scale: Some(-1.0), ..config() }, &Progress::silent()).await;
+    let refused = Demo::<OneModel>::run(&DemoConfig { time_scale: -1.0, ..config() }, Progress::Silent).await;
     assert_eq!(refused.err().map(|error| error.to_string()), Some("time_scale is -1, not within 0 to 100".to_owned()));
     let few = DemoConfig { requests: 5, clients: 64, ..config() };
-    let refused = Demo::<OneModel>::run(&few, &Progress::silent()).await.err().expect("refused").to_string();
+    let refused = Demo::<OneModel>::run(&few, Progress::Silent).await.err().expect("refused").to_string();
     assert!(refused.starts_with("5 requests are too few for 64 clients: at least 192"), "{refused}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_demo_that_stays_has_a_live_page_and_load() {
     let config = DemoConfig { stay: true, ..config() };
-    let demo = Demo::<OneModel>::run(&config, &Progress::silent()).await.expect("the engines run");
+    let demo = Demo::<OneModel>::run(&config, Progress::Silent).await.expect("the engines run");
     let text = demo.addresses();
     let after = |name: &str| {
         let line = text.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_else(|| panic!("{name}: {text}"));

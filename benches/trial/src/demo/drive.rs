@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use hyper::Uri;
-use tokio::time::{Instant, MissedTickBehavior, interval, sleep};
+use tokio::time::{Instant, sleep};
 
 use super::fleet::MODEL;
 use super::progress::Progress;
@@ -22,9 +22,6 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Maximum number of distinct error reasons that are kept.
 const REASONS_MAX: usize = 5;
-
-/// Interval between progress updates.
-const PROGRESS_EVERY: Duration = Duration::from_millis(250);
 
 /// Result of a workload run.
 #[derive(Debug, Default)]
@@ -45,10 +42,10 @@ pub(super) struct Driven {
 pub(super) async fn run(
     workload: &Arc<ClientScripts>,
     (address, time_scale): (SocketAddr, f64),
-    progress: &Progress,
-    label: &str,
+    progress: Progress,
+    label: &'static str,
 ) -> Driven {
-    let (planned, begun, lag) = (workload.requests(), Instant::now(), TimerLag::start());
+    let (begun, lag) = (Instant::now(), TimerLag::start());
     let connections_max = u32::try_from(workload.sessions.len()).unwrap_or(u32::MAX);
     let options = ClientOptions { timeout: PATIENCE, connections_max, ..ClientOptions::default() };
     let shared = Arc::new(Shared {
@@ -58,22 +55,11 @@ pub(super) async fn run(
         time_scale,
         clock: Clock::start(),
         done: AtomicUsize::new(0),
+        progress,
+        label,
     });
     let clients = (0..workload.sessions.len()).map(|session| DemoClient::new(&shared, session));
-    let (mut running, mut ticks) = (std::pin::pin!(drive(clients)), interval(PROGRESS_EVERY));
-    ticks.set_missed_tick_behavior(MissedTickBehavior::Skip);
-    let show = || progress.show(label, shared.done.load(Ordering::Relaxed), planned);
-    let clients = loop {
-        tokio::select! {
-            biased;
-            ended = &mut running => match ended {
-                Ok(clients) => break clients,
-                Err(never) => match never {},
-            },
-            _ = ticks.tick() => show(),
-        }
-    };
-    show();
+    let Ok(clients) = drive(clients).await;
     let mut all = Driven { took: begun.elapsed(), lags: lag.end(), ..Driven::default() };
     clients.into_iter().for_each(|client| all.add(client.driven));
     all
@@ -88,12 +74,22 @@ struct Shared {
     clock: Clock,
     /// Number of ended requests.
     done: AtomicUsize,
+    progress: Progress,
+    label: &'static str,
 }
 
 impl Shared {
     async fn rest(&self, ms: u32) {
         if self.time_scale > 0.0 {
             sleep(Duration::from_secs_f64(f64::from(ms) / 1e3 / self.time_scale)).await;
+        }
+    }
+
+    /// Counts an ended request, and shows each quarter of the run.
+    fn ended(&self) {
+        let (done, planned) = (self.done.fetch_add(1, Ordering::Relaxed), self.workload.requests());
+        if 4 * (done + 1) / planned > 4 * done / planned {
+            self.progress.print(&format!("{}: {} of {planned} requests", self.label, done + 1));
         }
     }
 }
@@ -138,7 +134,7 @@ impl Client for DemoClient {
         self.driven.digest = self.driven.digest.wrapping_add(fnv1a(&body));
         let answer = Answer::with_content();
         let mut exchange = shared.http.exchange(&shared.uri, body, shared.clock, answer).await;
-        shared.done.fetch_add(1, Ordering::Relaxed);
+        shared.ended();
         let failure = exchange.failure.as_ref().map(ToString::to_string);
         let failure = failure.or_else(|| exchange.answer.prompt_tokens().is_none().then(|| "no usage".to_owned()));
         if let Some(reason) = failure {
@@ -185,7 +181,7 @@ mod tests {
             MockConfig { data_parallel_size: 2, kv_blocks: 1024, time_scale: 0.0, faults, ..Default::default() };
         let engine = MockEngine::start(config).await.expect("the engine starts");
         let scripts = Arc::new(ClientScripts::new(3, 2, 7));
-        let driven = run(&scripts, (engine.address(), 0.0), &Progress::silent(), "test").await;
+        let driven = run(&scripts, (engine.address(), 0.0), Progress::Silent, "test").await;
         engine.shutdown().await;
         driven
     }

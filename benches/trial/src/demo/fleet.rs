@@ -125,7 +125,7 @@ fn engine_config(config: &DemoConfig, run: &Run, n: u16) -> MockConfig {
         block_size: BLOCK_SIZE,
         kv_blocks: KV_BLOCKS,
         step_tokens_max: STEP_TOKENS_MAX,
-        time_scale: config.pace(),
+        time_scale: config.time_scale,
         // All engines serve one model, so equal prompts have equal outputs on each of them.
         seed: config.seed,
         ..MockConfig::default()

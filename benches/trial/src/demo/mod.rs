@@ -1,8 +1,7 @@
 //! The demo: a comparison of two routing policies on one machine without a GPU, in less than a minute.
 //!
 //! Implements `pointsman demo`: its settings and the order of its runs. Both runs have the same requests, cold caches,
-//! the same engine models and the same gateway, so that only the policy differs. A short trial load before them measures
-//! the machine, and the demo lowers its pace on a busy one. The binary parses the command line.
+//! the same engine models and the same gateway, so that only the policy differs. The binary parses the command line.
 //!
 //! `fleet` starts engines and gateway, `workload` generates the requests, `drive` has the clients that send them, `figures`
 //! computes the results, and `report` formats them.
@@ -42,12 +41,6 @@ const REQUESTS_MAX: u32 = 100_000;
 /// Least requests per client: the shortest conversation. With fewer there is no earlier turn to find in a cache.
 const REQUESTS_PER_CLIENT_MIN: u32 = *TURNS.start();
 
-/// Paces to choose from, the first one for a machine that keeps up.
-const PACES: [f64; 3] = [1.0, 0.5, 0.25];
-
-/// Maximum timer lag of the trial load at p99, in virtual milliseconds: half of what makes times inaccurate.
-const TRIAL_LAG_P99_MS_MAX: f64 = 10.0;
-
 /// Maximum pace of the engines.
 const TIME_SCALE_MAX: f64 = 100.0;
 
@@ -72,10 +65,9 @@ pub struct DemoConfig {
     #[arg(long, value_name = "CLIENTS", default_value_t = 64)]
     pub clients: u32,
     /// Virtual seconds per real second. 0.5 runs engines and clients at half the pace, for machines that cannot keep
-    /// up; 0 runs at full speed, which shows hit rates but no times. Default: 1, or less if a trial load finds the
-    /// machine busy.
-    #[arg(long, value_name = "FACTOR")]
-    pub time_scale: Option<f64>,
+    /// up; 0 runs at full speed, which shows hit rates but no times.
+    #[arg(long, value_name = "FACTOR", default_value_t = 1.0)]
+    pub time_scale: f64,
     /// Compares aggregated with disaggregated engines instead of two policies: first all engines prefill and
     /// decode, then some compute the prompts for the others (vLLM's NIXL protocol).
     #[arg(long)]
@@ -120,15 +112,10 @@ impl DemoConfig {
         if !(1..=engines_max).contains(&self.prefill_engines) {
             return Err(format!("prefill_engines is {}, not within 1 to {engines_max}", self.prefill_engines));
         }
-        if !(0.0..=TIME_SCALE_MAX).contains(&self.pace()) {
-            return Err(format!("time_scale is {}, not within 0 to {TIME_SCALE_MAX}", self.pace()));
+        if !(0.0..=TIME_SCALE_MAX).contains(&self.time_scale) {
+            return Err(format!("time_scale is {}, not within 0 to {TIME_SCALE_MAX}", self.time_scale));
         }
         Ok(())
-    }
-
-    /// Virtual seconds per real second.
-    fn pace(&self) -> f64 {
-        self.time_scale.unwrap_or(PACES[0])
     }
 }
 
@@ -223,10 +210,8 @@ impl<G: DemoGateway> Demo<G> {
     /// # Errors
     /// See [`DemoError`]; all parts are stopped in that case. Failed requests are no error of the demo, but part of the
     /// figures.
-    pub async fn run(config: &DemoConfig, progress: &Progress) -> Result<Self, DemoError> {
+    pub async fn run(config: &DemoConfig, progress: Progress) -> Result<Self, DemoError> {
         config.validate().map_err(DemoError::Config)?;
-        let config = DemoConfig { time_scale: Some(measured_pace::<G>(config, progress).await?), ..config.clone() };
-        let config = &config;
         let workload = Arc::new(ClientScripts::new(config.seed, config.clients, config.requests));
         let runs = match config.disaggregated {
             false => [Run::policy(Policy::RoundRobin), Run::policy(DEMO_POLICY)],
@@ -238,7 +223,6 @@ impl<G: DemoGateway> Demo<G> {
         let (baseline, fleet) = run_one::<G>(config, &workload, &runs[0], progress).await?;
         fleet.shutdown().await;
         let (routed, fleet) = run_one(config, &workload, &runs[1], progress).await?;
-        progress.end();
         Ok(Self { config: config.clone(), report: Report::new(config, baseline, routed), fleet })
     }
 
@@ -256,11 +240,11 @@ impl<G: DemoGateway> Demo<G> {
 
     /// Sends further conversations without an end.
     pub async fn keep_busy(&self) {
-        let pace = Some(self.config.pace()).filter(|pace| *pace > 0.0).unwrap_or(PACES[0]);
+        let pace = Some(self.config.time_scale).filter(|pace| *pace > 0.0).unwrap_or(1.0);
         for round in 1.. {
             let seed = self.config.seed.wrapping_add(round);
             let workload = Arc::new(ClientScripts::new(seed, self.config.clients, self.config.requests));
-            drive::run(&workload, (self.fleet.address(), pace), &Progress::silent(), "").await;
+            drive::run(&workload, (self.fleet.address(), pace), Progress::Silent, "").await;
         }
     }
 
@@ -270,38 +254,16 @@ impl<G: DemoGateway> Demo<G> {
     }
 }
 
-/// The given pace, else one at which this machine keeps up with one request of each client.
-async fn measured_pace<G: DemoGateway>(config: &DemoConfig, progress: &Progress) -> Result<f64, DemoError> {
-    if let Some(pace) = config.time_scale {
-        return Ok(pace);
-    }
-    progress.print("trial load: measuring this machine");
-    let trial = Arc::new(ClientScripts::new(config.seed.wrapping_sub(1), config.clients, config.clients));
-    let (figures, fleet) = run_one::<G>(config, &trial, &Run::policy(DEMO_POLICY), &Progress::silent()).await?;
-    fleet.shutdown().await;
-    let lag = figures.timer_lag.p99_ms;
-    let [.., slowest] = PACES;
-    let pace = PACES.into_iter().find(|pace| lag * pace <= TRIAL_LAG_P99_MS_MAX).unwrap_or(slowest);
-    if pace < PACES[0] {
-        let times = 1.0 / pace;
-        progress.note(&format!(
-            "This machine is busy (timers {lag:.0} ms late at p99): the demo runs {times:.0} times slower, at --time-scale \
-             {pace}."
-        ));
-    }
-    Ok(pace)
-}
-
 /// Runs the workload on a new fleet and returns its figures and the running fleet.
 async fn run_one<G: DemoGateway>(
     config: &DemoConfig,
     workload: &Arc<ClientScripts>,
     run: &Run,
-    progress: &Progress,
+    progress: Progress,
 ) -> Result<(Figures, Fleet<G>), DemoError> {
     let name = run.name;
     progress.print(&format!("{name}: starting {} engines and the gateway", fleet::ENGINES));
     let fleet = Fleet::start(config, run).await?;
-    let driven = drive::run(workload, (fleet.address(), config.pace()), progress, name).await;
-    Ok((Figures::of(name, &driven, &fleet.work(), workload.requests(), config.pace()), fleet))
+    let driven = drive::run(workload, (fleet.address(), config.time_scale), progress, name).await;
+    Ok((Figures::of(name, &driven, &fleet.work(), workload.requests(), config.time_scale), fleet))
 }

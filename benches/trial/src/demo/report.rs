@@ -46,7 +46,7 @@ pub struct Report {
 
 impl Report {
     pub(super) fn new(config: &DemoConfig, baseline: Figures, routed: Figures) -> Self {
-        let pace = config.pace();
+        let pace = config.time_scale;
         let kept_up = |run: &Figures| run.timer_lag.p99_ms * pace <= LAG_P99_MS_MAX;
         Self {
             seed: config.seed,
@@ -137,7 +137,7 @@ Runs      {runs}
                 f,
                 "\
 This machine was busy: timers were {lag:.0} ms late at p99, and the mock engines depend on timers. All times are longer
-than on a quiet machine, in both columns.
+than on a quiet machine, in both columns. --time-scale 0.5 runs at half the pace.
 "
             )?;
         } else {
