@@ -87,7 +87,7 @@ fn one(simulate: &Simulate, policy: &Policied, seed: u64) -> Result<Summary, Fai
     let workload = simulate.source.load(seed)?;
     let failed = |source: Failed| -> Failed { format!("{policy}, seed {seed}: {source}").into() };
     let mut setup = simulate.setup(workload.requests.len()).map_err(failed)?;
-    setup.router.policy = policy.policy;
+    (setup.router.policy, setup.router.rule) = (policy.policy, policy.rule);
     setup.router.seed = seed;
     setup.router.settings.extend(policy.settings.clone());
     let run = simulate::run(&setup, &workload, Embedded::start).map_err(failed)?;

@@ -6,10 +6,11 @@ use std::str::FromStr;
 use pointsman::policy::Policy;
 use serde_json::Value;
 
+use super::rules::Rule;
 use crate::fleet::{policy_named, setting};
 
-/// A policy with optional settings, so that variants of one policy can be compared: `kv`, or
-/// `kv+seed=7+policy.overlap_score_credit=0.5`.
+/// A policy or the [`Rule`] of another router with optional settings, so that variants of one policy can be compared:
+/// `kv`, or `kv+seed=7+policy.overlap_score_credit=0.5`.
 ///
 /// ```
 /// use pointsman_bench::compare::Policied;
@@ -20,8 +21,10 @@ use crate::fleet::{policy_named, setting};
 /// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct Policied {
-    /// The policy.
+    /// The policy, or one that reads the index for a rule.
     pub policy: Policy,
+    /// The rule in its place.
+    pub rule: Option<Rule>,
     /// Fields of the router's configuration, by path.
     pub settings: Vec<(String, Value)>,
     name: String,
@@ -32,15 +35,12 @@ impl FromStr for Policied {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let (policy, given) = text.split_once('+').unwrap_or((text, ""));
-        let settings = given.split('+').filter(|given| !given.is_empty()).map(setting).collect::<Result<_, _>>()?;
-        let policy = policy_named(policy).map_err(|error| error.to_string())?;
-        Ok(Self { policy, settings, name: text.to_owned() })
-    }
-}
-
-impl From<Policy> for Policied {
-    fn from(policy: Policy) -> Self {
-        Self { policy, settings: Vec::new(), name: policy.name().to_owned() }
+        let rule = Rule::named(policy);
+        let placements = (rule == Some(Rule::Smg)).then(|| setting("index.speculative.with_events_ttl_ms=5000"));
+        let given = given.split('+').filter(|given| !given.is_empty()).map(setting);
+        let settings = placements.into_iter().chain(given).collect::<Result<_, _>>()?;
+        let policy = rule.map_or_else(|| policy_named(policy), |_| Ok(Policy::CacheAware));
+        Ok(Self { policy: policy.map_err(|error| error.to_string())?, rule, settings, name: text.to_owned() })
     }
 }
 
@@ -61,6 +61,6 @@ mod tests {
             assert!(error.contains(words), "{error}");
         }
         let of: Policied = "round_robin".parse().expect("a policy");
-        assert_eq!(of, Policied::from(Policy::RoundRobin));
+        assert_eq!((of.policy, of.rule, of.settings.len()), (Policy::RoundRobin, None, 0));
     }
 }

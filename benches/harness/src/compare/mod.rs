@@ -8,8 +8,8 @@ mod contender;
 mod figure;
 pub(crate) mod jobs;
 mod ratio;
+mod rules;
 pub(crate) mod text;
-pub(crate) mod view;
 
 use std::collections::BTreeMap;
 use std::io::{self, Write};
@@ -20,6 +20,7 @@ pub use command::{Compare, simulated};
 pub use contender::Policied;
 pub use figure::{Figure, TIE, Verdict, worse};
 pub use ratio::Ratio;
+pub use rules::Rule;
 
 use crate::results::{Gate, SCHEMA_VERSION, Summary, write_json};
 
@@ -98,6 +99,18 @@ impl Contender {
             Some(format!("{} on {}, seed {}{more}: {message}", self.name, run.workload, run.seed))
         };
         by_gate.values().filter_map(warning).collect()
+    }
+
+    /// A word with the figures in which it is worse than the first.
+    pub(crate) fn judgement(&self) -> String {
+        let worse = worse(&self.ratios).into_iter().map(Figure::title).collect::<Vec<_>>().join(", ");
+        let beside = if worse.is_empty() { String::new() } else { format!(", worse in {worse}") };
+        match self.verdict {
+            Some(Verdict::Wins) => format!("better{beside}"),
+            Some(Verdict::Ties) => format!("equal{beside}"),
+            Some(Verdict::Loses) => format!("worse in {worse}"),
+            None => format!("not comparable{beside}"),
+        }
     }
 
     /// Mean of a figure over all runs; none if a run lacks it.

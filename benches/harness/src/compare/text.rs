@@ -2,14 +2,12 @@
 
 use std::io::{self, Write};
 
-use super::view::View;
 use super::{Comparison, Contender, Figure, Ratio};
 use crate::results::table::Table;
 use crate::results::text::{percent, time};
 
 impl Comparison {
-    /// Writes the comparison as text: a sentence per pair from the view of the product, each figure's mean over the seeds,
-    /// and ratios to the first contender.
+    /// Writes the comparison as text: each figure's mean over the seeds, and ratios to the first contender.
     ///
     /// # Errors
     /// `out` fails.
@@ -26,9 +24,6 @@ impl Comparison {
             run.requests,
             self.seeds.iter().map(u64::to_string).collect::<Vec<_>>().join(", ")
         )?;
-        for contender in self.contenders.iter().skip(1) {
-            writeln!(out, "{}", View::of(first, contender).headline())?;
-        }
         let head = || std::iter::once("").chain(Figure::ALL.map(Figure::title));
         let mut means = Table::new(&[0], head());
         let mut ratios = Table::new(&[0], head());
@@ -36,7 +31,7 @@ impl Comparison {
             means.push(row(contender, |figure| shown(figure, contender.mean(figure))));
         }
         for contender in self.contenders.iter().skip(1) {
-            ratios.push(row(contender, |figure| contender.ratios.get(&figure).map_or_else(unknown, ratio)));
+            ratios.push(row(contender, |figure| contender.ratios.get(&figure).map_or_else(|| "–".to_owned(), ratio)));
         }
         writeln!(out, "\nmeans over seeds")?;
         means.write(&mut out)?;
@@ -52,16 +47,12 @@ fn row(contender: &Contender, cell: impl Fn(Figure) -> String) -> Vec<String> {
     std::iter::once(contender.name.clone()).chain(Figure::ALL.into_iter().map(cell)).collect()
 }
 
-fn unknown() -> String {
-    "–".to_owned()
-}
-
 /// Formats a figure with its unit.
 pub(crate) fn shown(figure: Figure, value: Option<f64>) -> String {
     match value {
         Some(value) if figure.is_time() => time(value),
         Some(value) => percent(Some(value)),
-        None => unknown(),
+        None => "–".to_owned(),
     }
 }
 

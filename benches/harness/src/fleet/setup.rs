@@ -13,6 +13,7 @@ use serde_json::Value;
 
 use super::Fleet;
 use crate::Failed;
+use crate::compare::Rule;
 
 /// Lifetime of a speculative entry that bridges the delay of events.
 const PREDICTED_TTL_MS: u64 = 5_000;
@@ -126,6 +127,9 @@ pub struct RouterSetup {
     /// Selection policy: latency, kv, cache_aware, least_loaded, power_of_two, round_robin or random
     #[arg(long, default_value = "kv", value_parser = policy_named)]
     pub policy: Policy,
+    /// Rule of another router in its place.
+    #[arg(skip)]
+    pub rule: Option<Rule>,
     /// Source of the router's knowledge of caches
     #[arg(long, value_enum, default_value_t)]
     pub knowledge: Knowledge,
@@ -187,7 +191,7 @@ impl Setup {
     /// # Errors
     /// A setting is unknown or has the wrong type.
     pub fn router_config(&self) -> Result<RouterConfig, Failed> {
-        let RouterSetup { policy, knowledge, shards, seed, settings } = &self.router;
+        let RouterSetup { policy, knowledge, shards, seed, settings, .. } = &self.router;
         let mut config = RouterConfig::default();
         knowledge.apply(&mut config);
         config.block_size = Some(self.block_size().get());

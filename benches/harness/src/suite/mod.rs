@@ -6,8 +6,7 @@
 //!
 //! A policy is *better* than another on a workload if it is better by more than 2 % in mean time to the first token or
 //! mean end-to-end time, and worse by more than 2 % in neither. It is *worse* if it is worse by more than 2 % in one of
-//! them. Otherwise both are *equal*. The sentences are from the view of the product, and list all figures in which it is
-//! worse by more than 2 %.
+//! them. Otherwise both are *equal*. The verdicts list all figures that are worse by more than 2 %.
 //!
 //! The regret of a run refers to the oracle of [`crate::simulate`]: for each request, the minimum time to the first
 //! token over all ranks, from the engines' true state, for this request alone. It limits the possible gain of a policy
@@ -29,7 +28,6 @@ pub use command::RunSuite;
 pub use list::{Entry, entries, matrix, parsed};
 pub use matrix::{Matrix, Seeds, Selection};
 
-use crate::compare::view::View;
 use crate::compare::{Comparison, Contender, Figure, Ratio, TIE};
 use crate::results::table::Table;
 
@@ -56,15 +54,14 @@ pub struct Row {
 impl Row {
     /// Cells of one table row per policy after the first: workload, policy, ratios to the first policy, and verdict.
     pub(crate) fn verdicts(&self) -> Vec<Vec<String>> {
-        let Some((first, others)) = self.comparison.contenders.split_first() else { return Vec::new() };
         let cells = |contender: &Contender| {
             let ratio =
                 |figure| contender.ratios.get(&figure).map_or("–".to_owned(), |of| format!("{:.3}", of.ratio));
             let names = [self.name.clone(), contender.name.clone()].into_iter();
             let ratios = Figure::ALL.into_iter().map(ratio);
-            names.chain(ratios).chain([View::of(first, contender).judgement()]).collect()
+            names.chain(ratios).chain([contender.judgement()]).collect()
         };
-        others.iter().map(cells).collect()
+        self.comparison.contenders.iter().skip(1).map(cells).collect()
     }
 }
 
@@ -88,8 +85,7 @@ impl Suite {
         }
         table.write(&mut out)?;
         let worse = self.worse();
-        let products = "figures of the product are worse by more than 2 %";
-        writeln!(out, "\nratios are to the first policy; {} {products}", worse.len())?;
+        writeln!(out, "\nratios are to the first policy; {} figures are worse by more than 2 %", worse.len())?;
         for line in worse {
             writeln!(out, "{line}")?;
         }
@@ -115,15 +111,12 @@ impl Suite {
     /// Judged figures that are worse by more than 2 %, one per line.
     fn worse(&self) -> Vec<String> {
         let mut lines = Vec::new();
-        for row in &self.rows {
-            let Some((first, others)) = row.comparison.contenders.split_first() else { continue };
-            for View { subject, reference, ratios } in others.iter().map(|other| View::of(first, other)) {
-                let judged = Figure::JUDGED.into_iter().filter_map(|figure| Some((figure, ratios.get(&figure)?)));
-                let worse = judged.filter(|(_, of)| of.ratio > 1.0 + TIE);
-                lines.extend(worse.map(|(figure, of)| {
-                    format!("{}  {subject} to {reference}  {}  {:.3}", row.name, figure.title(), of.ratio)
-                }));
-            }
+        for (row, other) in self.rows.iter().flat_map(|row| row.comparison.contenders.iter().map(move |of| (row, of))) {
+            let judged = Figure::JUDGED.into_iter().filter_map(|figure| Some((figure, other.ratios.get(&figure)?)));
+            let worse = judged.filter(|(_, of)| of.ratio > 1.0 + TIE);
+            lines.extend(
+                worse.map(|(figure, of)| format!("{}  {}  {}  {:.3}", row.name, other.name, figure.title(), of.ratio)),
+            );
         }
         lines
     }

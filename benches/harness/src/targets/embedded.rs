@@ -71,6 +71,9 @@ impl Embedded {
         let mut routers = Vec::new();
         for id in 1..=u64::from(setup.replicas.count) {
             let mut builder = Router::builder(config.clone());
+            if let Some(rule) = setup.router.rule {
+                builder = builder.policy(Arc::new(rule));
+            }
             if is_sharing {
                 let bus: Arc<dyn ReplicaBus> = network.join(ReplicaLife { replica: ReplicaId(id), incarnation: 1 });
                 builder = builder.replicas(bus);
