@@ -5,7 +5,7 @@
 //! computes several ranks at once. The wait for KV blocks is left out, the slowest parts of speeds are replaced by the
 //! fastest of the pool, and a margin covers the rounding.
 
-use super::formula::{Coefficients, Delays, LatencyCost};
+use super::formula::{Coefficients, Delays, LatencyCost, Real};
 
 /// One value per rank of a group.
 pub(crate) type Lanes = [f32; RankGroup::RANKS];
@@ -88,9 +88,9 @@ impl GroupCost {
         let mut bounds = [0.0; RankGroup::RANKS];
         #[expect(clippy::needless_range_loop, reason = "arrays of one length, which the compiler vectorizes")]
         for lane in 0..RankGroup::RANKS {
-            let token_seconds = loads.token_seconds[lane];
+            let (wait_seconds, token_seconds) = (loads.idle_at[lane] - self.now, loads.token_seconds[lane]);
             let delays = Delays {
-                wait_seconds: greater(loads.idle_at[lane] - self.now, 0.0),
+                wait_seconds: if wait_seconds > 0.0 { wait_seconds } else { 0.0 },
                 kv_wait_seconds: -0.0, // adds nothing, which the compiler knows
                 copied_seconds: work.copied[lane] * token_seconds,
                 rest_seconds: work.rest[lane] * token_seconds,
@@ -102,17 +102,15 @@ impl GroupCost {
             let coefficients = Coefficients { decode: 1.0, ..self.coefficients }; // is in the output tokens
             bounds[lane] = coefficients.terms::<COPIES>(&delays).total();
         }
-        let least = bounds.iter().fold(f32::INFINITY, |least, bound| if *bound < least { *bound } else { least });
-        (bounds, least)
+        let mut least = bounds;
+        for width in [8, 4, 2, 1] {
+            (0..width).for_each(|lane| least[lane] = least[lane].lesser(least[lane + width]));
+        }
+        (bounds, least[0])
     }
 
     /// The bound below which a rank may cost less than `cost`.
     pub(crate) fn limit(cost: f64) -> f64 {
         cost / MARGIN
     }
-}
-
-/// The greater of two numbers, neither NaN: one instruction.
-fn greater(a: f32, b: f32) -> f32 {
-    if a > b { a } else { b }
 }

@@ -206,11 +206,11 @@ fn put_overlaps(to: &mut Vec<u8>, overlaps: &[RankOverlap], is_current: impl Fn(
             && is_current(known);
         if is_plain { skipped as u8 } else { IN_FULL }
     }));
-    let mut last = (-1, 0);
-    for (at, known) in overlaps.iter().enumerate() {
-        let (slot, blocks) = (i64::from(known.slot.0), i64::from(known.overlap.device_blocks));
-        let before = std::mem::replace(&mut last, (slot, blocks));
+    let facts = |known: &RankOverlap| (i64::from(known.slot.0), i64::from(known.overlap.device_blocks));
+    for at in 0..overlaps.len() {
         if to[codes_at + at] == IN_FULL {
+            let (known, (slot, blocks)) = (&overlaps[at], facts(&overlaps[at]));
+            let before = at.checked_sub(1).map_or((-1, 0), |at| facts(&overlaps[at]));
             put_signed(to, slot - before.0 - 1);
             let lower = lower_tiers(&known.overlap);
             let difference = blocks - before.1;
