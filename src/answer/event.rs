@@ -109,10 +109,10 @@ impl StreamEvent {
                     event.is_finished |= value.starts_with(b"\"");
                     event.is_error |= value.starts_with(b"\"error\"");
                 }
-                b"content" | b"reasoning_content" | b"reasoning" | b"refusal" | b"text" if depth >= 3 => {
-                    if value.starts_with(b"\"") && !value.starts_with(b"\"\"") {
-                        (event.has_content, event.text_bytes) = (true, value.len() - 1);
-                    }
+                b"content" | b"reasoning_content" | b"reasoning" | b"refusal" | b"text"
+                    if depth >= 3 && value.starts_with(b"\"") && !value.starts_with(b"\"\"") =>
+                {
+                    (event.has_content, event.text_bytes) = (true, value.len() - 1);
                 }
                 b"logprobs" | b"function_call" if depth >= 3 => event.has_content |= value.starts_with(b"{"),
                 b"tool_calls" if depth >= 3 => {
