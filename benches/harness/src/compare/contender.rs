@@ -6,8 +6,7 @@ use std::str::FromStr;
 use pointsman::policy::Policy;
 use serde_json::Value;
 
-use super::rules::Rule;
-use crate::fleet::{policy_named, setting};
+use crate::fleet::{Rule, policy_named, setting};
 
 /// A policy or the [`Rule`] of another router with optional settings, so that variants of one policy can be compared:
 /// `kv`, or `kv+seed=7+policy.overlap_score_credit=0.5`.

@@ -8,7 +8,6 @@ mod contender;
 mod figure;
 pub(crate) mod jobs;
 mod ratio;
-mod rules;
 pub(crate) mod text;
 
 use std::collections::BTreeMap;
@@ -20,7 +19,6 @@ pub use command::{Compare, simulated};
 pub use contender::Policied;
 pub use figure::{Figure, TIE, Verdict, worse};
 pub use ratio::Ratio;
-pub use rules::Rule;
 
 use crate::results::{Gate, SCHEMA_VERSION, Summary, write_json};
 

@@ -1,9 +1,11 @@
 //! The simulated fleet with its router: shape and dense numbers of ranks, engines, and router settings.
 
+mod rules;
 mod setup;
 
 use pointsman::protocol::{WorkerId, WorkerRank};
 
+pub use rules::Rule;
 pub use setup::{DisaggregationSetup, Knowledge, ReplicaSetup, ReplicaSharing, RouterSetup, Setup};
 pub(crate) use setup::{policy_named, setting};
 

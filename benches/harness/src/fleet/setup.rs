@@ -11,9 +11,8 @@ use serde::de::IntoDeserializer;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::Fleet;
+use super::{Fleet, Rule};
 use crate::Failed;
-use crate::compare::Rule;
 
 /// Lifetime of a speculative entry that bridges the delay of events.
 const PREDICTED_TTL_MS: u64 = 5_000;
