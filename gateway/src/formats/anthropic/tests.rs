@@ -203,7 +203,7 @@ fn inline_system_messages_are_folded_where_the_template_refuses_them() {
     let body = json!({ "messages": [user("u"), system("x")] }).to_string();
     for takes_inline_system in [None, Some(true), Some(false)] {
         let conversion = Conversion { style: ChatStyle { takes_inline_system, ..style }, ..Conversion::default() };
-        let chat = converted_for(body.as_bytes(), Purpose::Generate, |_| conversion).expect("valid");
+        let chat = converted_for(body.as_bytes(), Purpose::Count, |_| conversion).expect("valid");
         assert_eq!(chat.has_inline_system, takes_inline_system != Some(false), "{takes_inline_system:?}");
     }
 }
