@@ -1,4 +1,4 @@
-"""Drills of one gateway process: engines that die or stop, handovers, attacks on the budget of requests, a full disk.
+"""Drills of one gateway process: dead and stopped engines, busy loops, handovers, attacks on its memory, a full disk.
 
 Prints a line per drill and fails if one fails. Usage: processes.py BINARY QUICK(0 or 1)
 """
@@ -252,6 +252,28 @@ def stopped_engines(stop_s, rate):
         report(name, violations, **figures)
 
 
+async def starved(loops, seconds, rate):
+    """Busy loops take the CPU of a gateway. It stays ready, serves, and none of its actors counts as hung."""
+    with Engine() as engine, Gateway(engine) as gateway:
+        busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(loops)]
+        started.extend(busy)
+        tasks, statuses, end = [], {}, time.monotonic() + seconds
+        while time.monotonic() < end:
+            tasks.append(asyncio.create_task(completion(gateway.port, body(f"client {len(tasks)}", 8))))
+            await asyncio.sleep(1 / rate)
+            if len(tasks) % rate == 0:
+                status = (await asyncio.to_thread(get, gateway.port, "/ready"))[0]
+                statuses[status] = statuses.get(status, 0) + 1
+        whole = sum(is_whole for _, is_whole in await asyncio.gather(*tasks))
+        for loop in busy:
+            loop.kill()
+        hangs = int(gateway.metric("pointsman_hangs_total"))
+    violations = [f"{len(tasks) - whole} of {len(tasks)} failed"] if whole < len(tasks) else []
+    violations += [f"/ready: {statuses}"] if set(statuses) != {200} else []
+    violations += [f"{hangs} hangs"] if hangs > 0 else []
+    report(f"{loops} busy loops", violations, seconds=seconds, requests=len(tasks), probes=sum(statuses.values()))
+
+
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 
@@ -480,6 +502,7 @@ def main():
         killed_engines(40 if QUICK else 200)
         if not QUICK:
             stopped_engines(40, 20)
+            asyncio.run(starved(40, 600, 5))
         for http2 in (False, True):
             for stream_s in (1,) if QUICK else (2, 7):
                 asyncio.run(handover(http2, stream_s, *((2, 8) if QUICK else (5, 40))))

@@ -20,7 +20,7 @@ pub enum Rule {
     Sticky,
 }
 
-/// What the rules read of a rank.
+/// Facts of a rank for the rules.
 #[derive(Clone, Copy, Debug)]
 struct Facts {
     /// Share of the prompt.
