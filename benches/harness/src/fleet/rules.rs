@@ -16,7 +16,8 @@ pub enum Rule {
     /// ranks), 2 x free KV memory.
     LlmD,
     /// llm-d's affinity filter, "sticky until saturated": of the ranks with four fifths of the prompt, if there are any,
-    /// the one with the fewest uncached tokens. All ranks compete if its queue is 18 s longer than another.
+    /// the one with the fewest uncached tokens. All ranks compete if its queue is 18 s longer than another, at 15,928 tokens a
+    /// second.
     Sticky,
 }
 
