@@ -1,6 +1,7 @@
 //! One worker of four responds quickly and incorrectly: responses to the clients with default settings, and the
 //! worker's share of the requests.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use pointsman::RouterConfig;
@@ -8,6 +9,7 @@ use pointsman_gateway::app::Gateway;
 use pointsman_gateway::settings::{ModelSettings, Settings, TokenSourceChoice, TokensSettings};
 use pointsman_trial::mock::{MockConfig, MockEngine};
 use serde_json::json;
+use tokio::sync::Semaphore;
 
 use crate::alone;
 use crate::common::proxy::{
@@ -20,6 +22,8 @@ const REQUESTS: u32 = 150;
 const PAUSE: Duration = Duration::from_millis(10);
 /// Default number of consecutive failures that eject a rank.
 const FAILURES: usize = 5;
+/// Maximum number of requests in flight, so that few have started at the bad worker when it is ejected.
+const IN_FLIGHT_MAX: usize = FAILURES;
 const GOOD: u64 = 3;
 
 /// Default settings except for tokenization: prompts are token ids.
@@ -74,14 +78,16 @@ fn is_served(answer: &Answer, streamed: bool) -> bool {
     answer.status == 200 && answer.is_whole && content
 }
 
-/// Sends all requests with a pause after each. Returns the number of failed requests and the number of truncated
+/// Sends all requests with a pause before each. Returns the number of failed requests and the number of truncated
 /// responses.
 async fn send_all(fleet: &Fleet, streamed: bool) -> (usize, usize) {
     let address = fleet.gateway.address();
-    let mut clients = tokio::task::JoinSet::new();
+    let (mut clients, slots) = (tokio::task::JoinSet::new(), Arc::new(Semaphore::new(IN_FLIGHT_MAX)));
     for n in 0..REQUESTS {
         tokio::time::sleep(PAUSE).await;
+        let slot = Arc::clone(&slots).acquire_owned().await.expect("open");
         clients.spawn(async move {
+            let _slot = slot;
             let prompt: Vec<u32> = (0..500).map(|i| n * 1_000 + i).collect();
             let body = json!({ "model": "mock", "prompt": prompt, "max_tokens": 30, "stream": streamed }).to_string();
             request(address, "POST", "/v1/completions", "", body.as_bytes()).await
@@ -148,6 +154,7 @@ async fn a_worker_with_invalid_responses_receives_at_most_its_share() {
     case("200, garbage", false, vec![full_response("200 OK", "{garbage")], "invalid_answer", 0).await;
     case("200, truncated JSON", false, vec![full_response("200 OK", "{\"choices\":[")], "invalid_answer", 0).await;
     let unfinished = vec![chunked_head(), chunk(EVENT), stream_end()];
-    // A started stream cannot be retried, so responses are truncated until the rank is ejected.
-    case("200, no end mark", true, unfinished, "invalid_answer", 2 * FAILURES).await;
+    // A started stream cannot be retried, so responses are truncated until the rank is ejected: those of the failures,
+    // of the other requests in flight, and of as many that are placed while the ejection is reported.
+    case("200, no end mark", true, unfinished, "invalid_answer", FAILURES + 2 * IN_FLIGHT_MAX).await;
 }
