@@ -19,7 +19,6 @@ use pointsman::policy::Policy;
 use pointsman_gateway::app;
 use pointsman_gateway::app::replay::{ReplayArgs, replay_decisions};
 use pointsman_gateway::app::top;
-use pointsman_gateway::app::top::keys;
 use pointsman_gateway::app::top::{TopError, TopOptions};
 use pointsman_gateway::net::certificates::Certificate;
 use pointsman_gateway::net::limits::ProcessLimits;
@@ -74,8 +73,8 @@ enum Command {
     /// Measures cache-aware routing: four mock engines of two ranks and the gateway serve the same requests round robin
     /// and with the default policy, then a table follows. Takes less than a minute. Exits with 1 if requests failed.
     Demo(DemoConfig),
-    /// Shows the state of a running gateway in the terminal: the live page of its administration listener. Keys: q quits,
-    /// j and k scroll.
+    /// Prints the state of a running gateway: the live page of its administration listener. `watch pointsman top ...`
+    /// refreshes it.
     Top(TopArgs),
 }
 
@@ -94,9 +93,6 @@ struct TopArgs {
     /// Maximum number of ranks per model.
     #[arg(long, value_name = "RANKS", default_value_t = 20)]
     ranks: usize,
-    /// Prints one frame without colours and exits.
-    #[arg(long)]
-    once: bool,
 }
 
 /// Sources of settings: flags override variables, and variables override the file.
@@ -367,27 +363,16 @@ async fn interrupted() -> Result<(), Stop> {
     tokio::signal::ctrl_c().await.map_err(failed)
 }
 
-/// Draws the state of a gateway until a key or a signal ends it.
+/// Prints the state of a gateway, as wide as `COLUMNS`, which `watch` exports.
 fn top(args: TopArgs) -> Result<(), Stop> {
-    let TopArgs { admin, token_file, model, ranks, once } = args;
+    let TopArgs { admin, token_file, model, ranks } = args;
     let token = top::read_token(&token_file).map_err(Stop::Problem)?;
-    let options = TopOptions { url: admin, token, model, ranks_max: ranks, has_colours: !once, size: keys::size };
-    let failed = |error: TopError| match error {
+    let columns =
+        environment().into_iter().find_map(|(name, value)| (name == "COLUMNS").then(|| value.parse().ok())?);
+    let options = TopOptions { url: admin, token, model, ranks_max: ranks, width: columns.unwrap_or(140) };
+    runtime()?.block_on(top::print(&options, &mut std::io::stdout())).map_err(|error| match error {
         TopError::Output(error) => Stop::from(error),
         error => Stop::Problem(error.to_string()),
-    };
-    runtime()?.block_on(async {
-        let mut output = std::io::stdout();
-        if once {
-            return top::once(&options, &mut output).await.map_err(failed);
-        }
-        let mut pressed = keys::read_keys();
-        let _screen = keys::Screen::enter()?;
-        tokio::select! {
-            biased;
-            interrupted = interrupted() => interrupted,
-            ended = top::watch(&options, &mut pressed, &mut output) => ended.map_err(failed),
-        }
     })
 }
 

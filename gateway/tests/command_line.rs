@@ -166,7 +166,7 @@ async fn a_closed_pipe_ends_a_command_quietly() {
         (&["serve"], 2),
         (&["replay-decisions", "nowhere"], 2),
         (&["mock-engine", "--port", "0"], 0),
-        (&["top", "--once", "--admin", &admin, "--token-file", token], 0),
+        (&["top", "--admin", &admin, "--token-file", token], 0),
     ];
     for (args, code) in cases {
         for is_stderr_closed in [false, true] {

@@ -44,12 +44,11 @@ async fn a_demo_that_stays_has_a_live_page_and_load() {
     let (_, file) = text.split_once("--token-file ").expect("the command of a terminal");
     let file = file.lines().next().expect("a path").to_owned();
     assert_eq!(std::fs::read_to_string(&file).expect("readable"), token);
-    let size = || (80, 24);
-    let options = TopOptions { url: page, token, model: None, ranks_max: 9, has_colours: false, size };
+    let options = TopOptions { url: page, token, model: None, ranks_max: 9, width: 80 };
     let frames = async {
         loop {
             let mut output = Vec::new();
-            top::once(&options, &mut output).await.expect("a frame");
+            top::print(&options, &mut output).await.expect("a page");
             let frame = String::from_utf8(output).expect("text");
             // The list has decisions after those of the table.
             if frame.contains("tokens cached") && !frame.contains(" 0.0 requests/s") {

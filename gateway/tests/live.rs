@@ -5,14 +5,12 @@ use std::time::Duration;
 use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::{Outcome, Prompt, RouteRequest};
 use pointsman_gateway::app::top;
-use pointsman_gateway::app::top::keys::Key;
 use pointsman_gateway::app::top::{TopError, TopOptions};
 use pointsman_gateway::formats::live::assess::Level;
 use pointsman_gateway::formats::live::{LiveSnapshot, RANKS_MAX};
 use pointsman_trial::mock::{MockConfig, MockEngine};
 use tokio::io::AsyncReadExt as _;
 use tokio::net::TcpStream;
-use tokio::sync::mpsc;
 use tokio::time::timeout;
 
 use crate::common::admin::{AdminClient, TOKEN};
@@ -248,13 +246,13 @@ async fn the_number_of_viewers_is_limited() {
 }
 
 #[tokio::test]
-async fn top_prints_one_frame() {
+async fn top_prints_the_state() {
     let client = with_workers(2).await;
     let url = format!("http://{}", client.gateway.admin_address().expect("an admin listener"));
     let token = TOKEN.to_owned();
-    let options = TopOptions { url, token, model: None, ranks_max: 1, has_colours: false, size: || (80, 24) };
+    let options = TopOptions { url, token, model: None, ranks_max: 1, width: 80 };
     let mut output = Vec::new();
-    timeout(PATIENCE, top::once(&options, &mut output)).await.expect("a frame in time").expect("a frame");
+    timeout(PATIENCE, top::print(&options, &mut output)).await.expect("a page in time").expect("a page");
     let frame = String::from_utf8(output).expect("text");
     assert!(frame.starts_with("● All 2 ranks serve, with 0 active requests.\n"), "{frame}");
     assert!(frame.contains("127.0.0.1:1/0") && frame.contains("1 further rank, with less trouble"), "{frame}");
@@ -273,26 +271,9 @@ async fn top_prints_one_frame() {
         (TopOptions { url: "http://127.0.0.1:1/x".to_owned(), ..options.clone() }, "must be http://HOST:PORT"),
         (TopOptions { token: "a b\n".to_owned(), ..options.clone() }, "one line of visible characters"),
     ] {
-        let error: TopError = top::once(&options, &mut Vec::new()).await.expect_err("no frame");
+        let error: TopError = top::print(&options, &mut Vec::new()).await.expect_err("no page");
         assert!(error.to_string().contains(expected), "{error}");
     }
     let page = TopOptions { url: format!("{}/admin/page", &options.url["http://".len()..]), ..options };
-    top::once(&page, &mut Vec::new()).await.expect("the address of the page, without a scheme");
-}
-
-#[tokio::test]
-async fn top_ends_by_its_key() {
-    let client = with_workers(40).await;
-    let url = format!("http://{}", client.gateway.admin_address().expect("an admin listener"));
-    let options =
-        TopOptions { url, token: TOKEN.to_owned(), model: None, ranks_max: 40, has_colours: false, size: || (80, 10) };
-    let (sender, mut keys) = mpsc::channel(9);
-    for key in [Key::Page(1), Key::Move(1), Key::Move(isize::MAX), Key::Move(-1), Key::Quit] {
-        sender.send(key).await.expect("room");
-    }
-    let mut output = Vec::new();
-    timeout(PATIENCE, top::watch(&options, &mut keys, &mut output)).await.expect("an end").expect("no error");
-    let text = String::from_utf8(output).expect("text");
-    let frames: Vec<&str> = text.split("\x1b[H").collect();
-    assert!(frames.iter().all(|frame| frame.lines().count() <= 10), "{text}");
+    top::print(&page, &mut Vec::new()).await.expect("the address of the page, without a scheme");
 }

@@ -1,5 +1,5 @@
-"""The live page in a browser. Instead, `--screenshots DIRECTORY` takes pictures of four states, and frames of `pointsman
-top` with tmux; `--cost` measures the CPU time of viewers with 512 ranks."""
+"""The live page in a browser. Instead, `--screenshots DIRECTORY` takes pictures of four states, and pages of
+`pointsman top`; `--cost` measures the CPU time of viewers with 512 ranks."""
 
 import argparse
 import contextlib
@@ -226,7 +226,7 @@ def is_readable(browser, fleet):
 
 def top_shows_the_same(fleet):
     token = str(fleet.directory / "token")
-    command = [fleet.pointsman, "top", "--once", "--admin", f"http://127.0.0.1:{fleet.admin}", "--token-file", token]
+    command = [fleet.pointsman, "top", "--admin", f"http://127.0.0.1:{fleet.admin}", "--token-file", token]
     frame = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     names = [f"127.0.0.1:{port}/0" for port, *_ in fleet.engines]
     check(all(name in frame for name in names) and MODEL in frame, f"pointsman top: {frame}")
@@ -281,18 +281,12 @@ def run_checks(pointsman):
 
 
 def capture_top(fleet, directory, name):
-    """One frame of `pointsman top` at two widths, from a terminal of tmux."""
-    token = fleet.directory / "token"
-    top = f"{fleet.pointsman} top --admin http://127.0.0.1:{fleet.admin} --token-file {token}"
+    """The page of `pointsman top` at two widths."""
+    command = [fleet.pointsman, "top", "--admin", f"http://127.0.0.1:{fleet.admin}", "--token-file", str(fleet.directory / "token")]
     for width in (80, 140):
-        session = f"top-{os.getpid()}-{width}"
-        subprocess.run(["tmux", "new-session", "-d", "-s", session, "-x", str(width), "-y", "40", top], check=True)
-        time.sleep(2)
-        frame = subprocess.run(["tmux", "capture-pane", "-p", "-t", session], capture_output=True, text=True, check=True)
-        (directory / f"top-{name}-{width}.txt").write_text(frame.stdout)
-        subprocess.run(["tmux", "send-keys", "-t", session, "q"], check=True)
-        ended = lambda: subprocess.run(["tmux", "has-session", "-t", session], capture_output=True).returncode != 0
-        until("the end of top by its key", ended)
+        environment = os.environ | {"COLUMNS": str(width)}
+        page = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True).stdout
+        (directory / f"top-{name}-{width}.txt").write_text(page)
 
 
 def take(browser, directory, name):

@@ -1,7 +1,7 @@
-//! A snapshot as lines of text for a terminal of a given width.
+//! A snapshot as lines of text of at most a given width.
 //!
 //! Columns that do not fit are left out, the least important first. Longer texts continue on further lines. Control
-//! characters in names are replaced, so that a name cannot move the cursor or change colours.
+//! characters in names are replaced, so that a name cannot move the cursor of a terminal or change its colours.
 
 use crate::formats::live::assess::Level;
 use crate::formats::live::{DecisionState, HitsState, LiveSnapshot, ModelState, RankState, RatesState, ShadowState};
@@ -18,9 +18,7 @@ const TEXT_LINES: usize = 3;
 /// Options of a rendering.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct View<'a> {
-    /// Whether levels are coloured by escape sequences.
-    pub(crate) has_colours: bool,
-    /// Columns of the terminal.
+    /// Maximum length of a line.
     pub(crate) width: usize,
     /// Maximum number of ranks per model.
     pub(crate) ranks_max: usize,
@@ -28,13 +26,13 @@ pub(crate) struct View<'a> {
     pub(crate) model: Option<&'a str>,
 }
 
-/// The lines of a snapshot: those of the sentence, and the others.
-pub(crate) fn lines(snapshot: &LiveSnapshot, view: &View<'_>) -> (Vec<String>, Vec<String>) {
-    let mut lines = Vec::new();
+/// The lines of a snapshot.
+pub(crate) fn lines(snapshot: &LiveSnapshot, view: &View<'_>) -> Vec<String> {
+    let mut lines = view.marked(snapshot.level, &snapshot.sentence);
     for model in snapshot.models.iter().filter(|model| view.model.is_none_or(|name| model.name == name)) {
         view.model(model, &mut lines);
     }
-    (view.marked(snapshot.level, &snapshot.sentence), lines)
+    lines
 }
 
 /// A column of the table of ranks: heading, priority and cell. Columns with greater priorities are left out first; those
@@ -92,25 +90,24 @@ fn rates(model: &ModelState) -> String {
     )
 }
 
+fn mark(level: Level) -> char {
+    match level {
+        Level::Ok => '●',
+        Level::Notice => '◆',
+        Level::Warning => '▲',
+        Level::Critical => '✖',
+    }
+}
+
 impl View<'_> {
-    /// Text with the mark and colour of its level, over several lines if necessary.
+    /// Text with the mark of its level, over several lines if necessary.
     fn marked(&self, level: Level, text: &str) -> Vec<String> {
         let mut lines = wrapped(&printable(text), self.width.saturating_sub(2), TEXT_LINES);
         for (n, line) in lines.iter_mut().enumerate() {
-            let mark = if n == 0 { self.mark(level) } else { " ".to_owned() };
+            let mark = if n == 0 { mark(level) } else { ' ' };
             *line = format!("{mark} {line}");
         }
         lines
-    }
-
-    fn mark(&self, level: Level) -> String {
-        let (mark, colour) = match level {
-            Level::Ok => ('●', 32),
-            Level::Notice => ('◆', 36),
-            Level::Warning => ('▲', 33),
-            Level::Critical => ('✖', 31),
-        };
-        if self.has_colours { format!("\x1b[{colour}m{mark}\x1b[0m") } else { mark.to_string() }
     }
 
     /// Adds an indented text.
@@ -184,7 +181,7 @@ impl View<'_> {
         };
         lines.push(format!("  {}", row(columns.iter().map(|((heading, ..), _)| *heading).collect())));
         for (n, rank) in shown.iter().enumerate() {
-            let mark = if rank.level == Level::Ok { " ".to_owned() } else { self.mark(rank.level) };
+            let mark = if rank.level == Level::Ok { ' ' } else { mark(rank.level) };
             lines.push(format!("{mark} {}", row(columns.iter().map(|(_, cells)| cells[n].as_str()).collect())));
             if !rank.problems.is_empty() {
                 let problems = wrapped(&printable(&rank.problems.join("; ")), self.width.saturating_sub(4), TEXT_LINES);
@@ -248,13 +245,7 @@ fn printable(text: &str) -> String {
 mod tests {
     use super::*;
 
-    const PLAIN: View<'static> = View { has_colours: false, width: 140, ranks_max: 20, model: None };
-
-    fn frame(snapshot: &LiveSnapshot, view: &View<'_>) -> Vec<String> {
-        let (mut frame, rest) = lines(snapshot, view);
-        frame.extend(rest);
-        frame
-    }
+    const PLAIN: View<'static> = View { width: 140, ranks_max: 20, model: None };
 
     const RANK: &str = r#"{"name":"","worker":"11681654896278826351","rank":0,"endpoint":"http://e","level":"ok",
         "status":"serving","problems":[],"active_requests":3,"prefill_tokens":4096,"prefill_wait_seconds":1.25,
@@ -298,8 +289,8 @@ mod tests {
   10.0.0.12:8000/0  serving  75/50%    live       3  1.2s        2        -  50%     4096      70
   1 further rank, with less trouble
   class default: 4 waiting, the oldest for 0.5 s";
-        assert_eq!(frame(&state, &PLAIN).join("\n"), expected);
-        let narrow = frame(&state, &View { width: 60, ..PLAIN });
+        assert_eq!(lines(&state, &PLAIN).join("\n"), expected);
+        let narrow = lines(&state, &View { width: 60, ..PLAIN });
         assert_eq!(narrow[6], "▲ 10.0.0.7:8000/0   serving  75/50%    live       3  1.2s", "{narrow:#?}");
     }
 
@@ -311,7 +302,7 @@ mod tests {
             "an-engine-with-a-long-name.in.a-namespace.svc.cluster.local:8000/11".to_owned();
         state.models[0].ranks[0].problems = vec!["ejected: ".to_owned() + &"x".repeat(300)];
         for width in [40, 60, 80, 100, 140, 400] {
-            let frame = frame(&state, &View { width, ..PLAIN });
+            let frame = lines(&state, &View { width, ..PLAIN });
             assert!(frame.iter().all(|line| line.chars().count() <= width), "{width}: {frame:#?}");
             let heading = frame.iter().find(|line| line.contains("RANK")).expect("a heading");
             assert!(heading.contains("HITS") && heading.contains("EVENTS"), "{width}: {heading}");
@@ -324,7 +315,7 @@ mod tests {
         let mut hostile = snapshot(vec![rank("7", Level::Warning)]);
         hostile.models[0].name = "a\x1b[2Jb".to_owned();
         hostile.models[0].ranks[0].problems = vec!["c\r\nd\u{9b}e".to_owned()];
-        let frame = frame(&hostile, &PLAIN);
+        let frame = lines(&hostile, &PLAIN);
         assert!(frame.iter().all(|line| !line.chars().any(char::is_control)), "{frame:#?}");
         assert!(frame.iter().any(|line| line.contains("a\u{fffd}[2Jb")), "{frame:#?}");
     }
