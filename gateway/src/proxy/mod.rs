@@ -8,7 +8,6 @@ pub(crate) mod account;
 mod answer;
 mod attempts;
 mod begin;
-mod cached_tokens;
 pub(crate) mod catalog;
 pub(crate) mod context;
 mod engine_abort;
@@ -24,8 +23,8 @@ mod prefill_leg;
 mod prefill_report;
 mod realtime;
 pub(crate) mod refusal;
-mod renamed;
 mod reports;
+mod rewritten;
 pub(crate) mod routable;
 mod split;
 mod stored;
@@ -56,7 +55,6 @@ use crate::settings::MessagesMode;
 pub(crate) use answer::Answer;
 use attempts::AttemptLoop;
 pub(crate) use attempts::WorkerResponse;
-use cached_tokens::Corrected;
 pub(crate) use exchange::checked_kind;
 pub(crate) use failure::failure_outcome;
 use heartbeats::{Heartbeats, Serving, kept_alive};
@@ -64,6 +62,7 @@ use leg::Leg;
 use messages::{Translation, converted_error};
 use migration::{MigratingBody, Migration};
 use refusal::Refusal;
+use rewritten::rewritten;
 
 /// Place of the prefill, in responses of models with a prefill pool.
 const PREFILL: HeaderName = HeaderName::from_static("x-pointsman-prefill");
@@ -224,20 +223,20 @@ fn start_response(
     let answer = follow(context, account, begin, request_id);
     let corrections =
         prefill.as_ref().filter(|(result, _)| *result == PrefillResult::Remote).map(|(_, corrections)| corrections);
+    let model = model.filter(|_| status.is_success() && !headers.contains_key(CONTENT_ENCODING));
     let body = match migration {
-        None => Corrected::body(answer, is_events, corrections),
+        None => rewritten(answer, is_events, corrections, model),
         Some(migration) => {
             // The length changes with the events of other attempts.
             headers.remove(CONTENT_LENGTH);
-            Corrected::body(MigratingBody::new(context, answer, migration, rank), is_events, corrections)
+            rewritten(MigratingBody::new(context, answer, migration, rank), is_events, corrections, model)
         }
     };
     headers.extend(limits);
     if let Some((result, _)) = prefill {
         headers.insert(PREFILL, HeaderValue::from_static(result.name()));
     }
-    let model = model.filter(|_| status.is_success() && !headers.contains_key(CONTENT_ENCODING));
-    let mut response = Response::new(renamed::renamed(body, model));
+    let mut response = Response::new(body);
     (*response.status_mut(), *response.headers_mut()) = (status, headers);
     response
 }

@@ -1,13 +1,9 @@
 //! Prefill of a request with a started response, and its changes of the response.
 
-use std::sync::Arc;
-
-use axum::body::Bytes;
-
 use super::engine_abort::EngineAbort;
 use super::leg::Leg;
 use super::prefill_leg::PrefillEnd;
-use crate::pools::disaggregation::{PrefillPool, PrefillResult, PrefillValues};
+use crate::pools::disaggregation::{PrefillResult, PrefillValues};
 
 /// Prefill of a request with a started response.
 pub(crate) struct PrefillReport {
@@ -33,22 +29,4 @@ pub(super) struct Corrections {
     pub(super) values: PrefillValues,
     /// Whether the response receives the probabilities of the prompt's tokens.
     pub(super) adds_logprobs: bool,
-    /// Receives the parameters for the next turn.
-    pub(super) next_turn: Option<NextTurn>,
-}
-
-/// Receiver of the parameters with which the next turn of a session can read the blocks of this one.
-#[derive(Clone)]
-pub(super) struct NextTurn {
-    pub(super) pool: Arc<PrefillPool>,
-    /// Without one the parameters are dropped.
-    pub(super) session: Option<Arc<str>>,
-}
-
-impl NextTurn {
-    pub(super) fn keep(&self, parameters: Bytes) {
-        if let Some(session) = &self.session {
-            self.pool.turn_ended(session, parameters);
-        }
-    }
 }

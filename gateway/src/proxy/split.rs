@@ -24,7 +24,7 @@ use super::failure::{Ending, Failure};
 use super::leg::Leg;
 use super::outbound::{Attempt, AttemptError, Outbound, Outgoing, Started};
 use super::prefill_leg::{Booked, LegError, PrefillEnd, PrefillLeg};
-use super::prefill_report::{Corrections, NextTurn, PrefillReport};
+use super::prefill_report::{Corrections, PrefillReport};
 use super::refusal::Refusal;
 use super::reports::{Reports, siblings};
 use crate::formats::handover::{LegBodies, NotSplit, Protocol, Transfer};
@@ -119,8 +119,6 @@ impl<'a> Split<'a> {
         let PrefillSide { pool, model } = self.side;
         let reports = Reports::new(model, AnswerKind::Json);
         let mut tries = Tries { excluded: BTreeSet::new(), reports };
-        // Used once: after a failure the blocks may be gone.
-        let mut previous_turn = pool.previous_turn(request.options.session_id.as_ref());
         for nth in 1..=pool.settings.prefill_attempts_max {
             let prefill = match self.place(decode, request, &tries.excluded).await {
                 Ok(PrefillPlacement::Remote(prefill)) => *prefill,
@@ -135,7 +133,7 @@ impl<'a> Split<'a> {
             decode.account.prefill_sent(&model.meters, &prefill);
             pool.legs.sent((prefill.rank(), decode.placement.rank()));
             let sent = model.workers.sent(&prefill);
-            let (leg, legs) = match self.legs(decode, request, &prefill, bodies, &mut previous_turn).await {
+            let (leg, legs) = match self.legs(decode, &prefill, bodies).await {
                 Ok(legs) => legs,
                 Err(error) => {
                     let failure = Failure::NoResponse(error);
@@ -201,15 +199,12 @@ impl<'a> Split<'a> {
     async fn legs<'b>(
         &self,
         decode: &Attempt<'_>,
-        request: &RouteRequest<'_>,
         prefill: &Placement,
         bodies: &'b LegBodies,
-        previous_turn: &mut Option<Bytes>,
     ) -> Result<(PrefillLeg, Legs<'b>), UpstreamError> {
         let (PrefillSide { pool, model }, outbound) = (self.side, decode.outbound);
         let (upstream, number) = (&outbound.context.upstream, outbound.context.ids.transfer());
         let (transfer, request_id) = pool.transfer(upstream, (prefill, decode.placement), number).await?;
-        let transfer = Transfer { previous_turn: previous_turn.take(), ..transfer };
         let request_id = request_id.unwrap_or_else(|| outbound.request_id.to_owned());
         let outgoing = self.outgoing(bodies.prefill(&transfer), &request_id);
         let mut prefill_request = outbound.request_to(model, prefill, outgoing)?;
@@ -224,9 +219,7 @@ impl<'a> Split<'a> {
             wants_logprobs: bodies.wants_prompt_logprobs(),
             abort: outbound.abort_of(model, prefill, bodies.abort_ids(&transfer)),
         };
-        let session = request.options.session_id.clone();
-        let next_turn = pool.settings.bidirectional.then(|| NextTurn { pool: Arc::clone(pool), session });
-        let corrections = Corrections { values, adds_logprobs: false, next_turn };
+        let corrections = Corrections { values, adds_logprobs: false };
         Ok((leg, Legs { bodies, transfer, request_id, corrections }))
     }
 

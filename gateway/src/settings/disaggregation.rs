@@ -19,9 +19,6 @@ settings! {
         transfer_port: u32 = 8998, in 1..=65_535;
         /// Maximum number of prefill ranks per request.
         prefill_attempts_max: u32 = 3, in 1..=16;
-        /// Whether a prefill rank reads the blocks of the previous turn of a session from its decode rank. Requires
-        /// `bidirectional_kv_xfer` of vLLM's NIXL connector.
-        bidirectional: bool;
         /// Whether a decode rank computes the prompt if no prefill rank does. Not with SGLang.
         fallback: bool = true;
         /// Whether `skip_policy` may keep a prefill on the decode rank. Not with SGLang.
@@ -71,8 +68,6 @@ impl DisaggregationSettings {
         let has_aliases = prefill.is_some_and(|model| !model.aliases.is_empty());
         rules.text("prefill", &self.prefill, !has_aliases, "a model without aliases: clients cannot request it");
         self.check_ranges(rules);
-        let holds = !self.bidirectional || self.protocol == Protocol::VllmNixl;
-        rules.check("bidirectional", self.bidirectional, holds, "false unless protocol is vllm_nixl");
         let names = [
             ("effective_isl_ratio_max", "skip_ratio_max"),
             ("prefill_busy_frac", "prefill_busy_frac"),

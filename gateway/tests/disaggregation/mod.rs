@@ -17,7 +17,6 @@
 //! | a client that leaves cancels the prefill leg | `clients_that_leave_during_the_prefill_end_both_legs` |
 //! | a failed prefill: another rank, then the decode rank, named in header and metric | `a_failed_prefill_rank_is_replaced_by_another`, `without_a_working_prefill_rank_the_decode_rank_serves_or_the_error_is_named` |
 //! | an error about the request itself is final | `a_request_that_the_prefill_engine_rejects_has_no_decode_leg` |
-//! | the next turn reads from the decode rank of the last; its parameters stay inside | `the_next_turn_of_a_session_reads_the_blocks_of_its_decode_rank` |
 //! | short uncached prompts skip the prefill leg | `prompts_cached_on_the_decode_rank_skip_the_prefill_leg` |
 //! | P2P NCCL: the request id has both addresses | `every_protocol_serves_in_two_legs` |
 //! | Mooncake: one transfer id; the engine id of the present incarnation | `handover`: `mooncake_legs_use_the_same_transfer_id`, `restarted_prefill_engines_serve_again` |

@@ -8,7 +8,7 @@ use serde_json::json;
 use super::pools::{BLOCK_SIZE, Pools, Size, body, completion, scripted};
 use super::prompt;
 use crate::common::admin;
-use crate::common::proxy::{self, EVENT, FINE_JSON, Scripted, answer, post, stream, stream_end, until};
+use crate::common::proxy::{self, FINE_JSON, Scripted, answer, post, until};
 
 fn with_admin(settings: &mut Settings) {
     settings.admin = admin::settings().admin;
@@ -164,36 +164,4 @@ async fn both_legs_have_the_request_id_and_a_rank() {
             assert!(["0", "1"].map(Some).contains(&leg.header("x-data-parallel-rank")), "{protocol}: {}", leg.head);
         }
     }
-}
-
-/// A prefill engine and a decode engine whose responses have the parameters of bidirectional transfers.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_next_turn_of_a_session_reads_the_blocks_of_its_decode_rank() {
-    let prefilled =
-        "{\"choices\":[{\"finish_reason\":\"length\",\"text\":\"a\"}],\"kv_transfer_params\":{\"remote_port\":1}}";
-    let prefill = Scripted::start(move |_| answer("200 OK", prefilled)).await;
-    let last = "data: {\"choices\":[],\"kv_transfer_params\":{\"remote_host\":\"d\",\"do_remote_prefill\":true}}\n\n";
-    let decode = Scripted::start(move |_| {
-        let mut acts = stream(&[EVENT, last, "data: [DONE]\n\n"]);
-        acts.push(stream_end());
-        acts
-    })
-    .await;
-    let disaggregation = DisaggregationSettings { bidirectional: true, ..DisaggregationSettings::default() };
-    let gateway = scripted(&prefill, &decode, 1, disaggregation).await;
-    let body = body(&prompt(8, 4), 5, true).to_string();
-    for headers in ["x-session-id: s\r\n", "", "x-session-id: s\r\n", "x-session-id: s\r\n"] {
-        let answer = proxy::request(gateway.address(), "POST", "/v1/completions", headers, body.as_bytes()).await;
-        assert_eq!(answer.status, 200, "{}", answer.text());
-        assert!(!answer.text().contains("remote_host"), "engines are not named to clients: {}", answer.text());
-    }
-    let parameters: Vec<_> = prefill
-        .requests()
-        .iter()
-        .map(|request| serde_json::from_slice::<serde_json::Value>(&request.body).expect("JSON"))
-        .map(|body| body["kv_transfer_params"].clone())
-        .collect();
-    let next = json!({ "remote_host": "d", "do_remote_prefill": false, "do_remote_decode": true });
-    assert!(parameters[0]["remote_host"].is_null() && parameters[1]["remote_host"].is_null(), "{parameters:?}");
-    assert_eq!(parameters[2..], [next.clone(), next]);
 }

@@ -1,7 +1,5 @@
 //! Bodies of the prefill leg and of the decode leg.
 
-use std::borrow::Cow;
-
 use axum::body::Bytes;
 
 use super::ids::batch_room;
@@ -25,13 +23,6 @@ const ABORTS_MAX: usize = 64;
 /// Parameters of the prefill leg with the NIXL connector.
 const NIXL_PREFILL: &str = r#"{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,"remote_host":null,"remote_port":null}"#;
 
-/// Parameters of the previous turn's decode leg, for a prefill leg; `None` if they are not an object.
-fn previous_turn(parameters: &Bytes) -> Option<String> {
-    let text = std::str::from_utf8(parameters).ok()?;
-    let object = ObjectText::parse(text, &["do_remote_decode", "do_remote_prefill"]).ok()?;
-    Some(object.edit().set("do_remote_decode", "true").set("do_remote_prefill", "false").finish())
-}
-
 /// Identifiers of one transfer, chosen by the caller. Each protocol uses some of them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Transfer {
@@ -54,9 +45,6 @@ pub struct Transfer {
     pub bootstrap_address: String,
     /// Engine id of the prefill rank (Mooncake).
     pub engine_id: String,
-    /// JSON object with the parameters of the previous turn's decode leg, from which the prefill rank reads its blocks
-    /// (NIXL with bidirectional transfers).
-    pub previous_turn: Option<Bytes>,
 }
 
 /// A client's body from which the bodies of both legs are derived.
@@ -111,11 +99,7 @@ impl LegBodies {
         let object = self.object();
         let edit = object.edit();
         let edit = match self.protocol {
-            Protocol::VllmNixl => {
-                let previous = leg.previous_turn.as_ref().and_then(previous_turn);
-                let parameters = previous.map_or(Cow::Borrowed(NIXL_PREFILL), Cow::Owned);
-                self.one_token(&object, edit).set("kv_transfer_params", parameters)
-            }
+            Protocol::VllmNixl => self.one_token(&object, edit).set("kv_transfer_params", NIXL_PREFILL),
             Protocol::VllmMooncake => {
                 let id = quoted(&leg.transfer_id);
                 let parameters = format!(r#"{{"do_remote_decode":true,"do_remote_prefill":false,"transfer_id":{id}}}"#);

@@ -1,9 +1,7 @@
-//! Changes of the response of the decode leg: cached prompt tokens, probabilities of the prompt's tokens, and parameters
-//! for the next turn.
+//! Changes of the response of the decode leg: cached prompt tokens, and probabilities of the prompt's tokens.
 //!
 //! The decode rank counts transferred blocks as cached or as computed, depending on the engine. The number of the
-//! prefill rank is the number of the request. With bidirectional transfers, the last event has the parameters from which
-//! the next turn's prefill rank reads the blocks of this one. They are taken out, because they name engines.
+//! prefill rank is the number of the request.
 
 use std::sync::Arc;
 
@@ -43,8 +41,6 @@ pub struct CachedTokensRewriter {
     pending: IncompleteEvent,
     /// Whether the rest of the event or body passes unchanged.
     is_too_long: bool,
-    /// Parameters taken from the response, if they are wanted.
-    taken: Option<Option<Bytes>>,
     /// Probabilities of the prompt's tokens, if they are wanted.
     logprobs: Option<Logprobs>,
 }
@@ -74,16 +70,6 @@ impl CachedTokensRewriter {
         if let Some(logprobs) = &mut self.logprobs {
             logprobs.prompt = Some(prompt);
         }
-    }
-
-    /// The same, which also replaces `kv_transfer_params` by null and keeps them.
-    pub fn taking_parameters(self) -> Self {
-        Self { taken: Some(None), ..self }
-    }
-
-    /// The parameters that were replaced, once.
-    pub fn take_parameters(&mut self) -> Option<Bytes> {
-        self.taken.as_mut()?.take()
     }
 
     #[cfg(test)]
@@ -151,9 +137,8 @@ impl CachedTokensRewriter {
     /// Rewrites whole events; `None` if none of them changes.
     fn rewrite_events(&mut self, events: &[u8], cached_tokens: Option<u32>) -> Option<Vec<u8>> {
         let has_usage = cached_tokens.is_some() && contains_object(events, USAGE);
-        let has_parameters = self.taken.is_some() && contains_object(events, PARAMETERS);
         let has_logprobs = self.logprobs.is_some() && contains_object(events, LOGPROBS);
-        if !(has_usage || has_parameters || has_logprobs) {
+        if !(has_usage || has_logprobs) {
             return None;
         }
         with_changed_parts(events, first_event_end, |event| match event.len() <= self.bytes_max {
@@ -171,11 +156,9 @@ impl CachedTokensRewriter {
 
     /// Rewrites a JSON response or event; `None` if it does not change.
     fn rewritten_json(&mut self, json: &[u8], tokens: Option<u32>) -> Option<Vec<u8>> {
-        let mut rewritten = self.taken.as_mut().and_then(|taken| without_parameters(json, taken));
-        let merged = self.logprobs.as_mut().and_then(|logprobs| logprobs.added(rewritten.as_deref().unwrap_or(json)));
-        rewritten = merged.or(rewritten);
-        let usage = tokens.and_then(|tokens| with_cached_tokens(rewritten.as_deref().unwrap_or(json), tokens));
-        usage.or(rewritten)
+        let merged = self.logprobs.as_mut().and_then(|logprobs| logprobs.added(json));
+        let usage = tokens.and_then(|tokens| with_cached_tokens(merged.as_deref().unwrap_or(json), tokens));
+        usage.or(merged)
     }
 }
 
@@ -192,17 +175,6 @@ fn joined(first: Bytes, second: Bytes) -> Bytes {
         (true, false) => second,
         (false, false) => [first, second].concat().into(),
     }
-}
-
-/// Takes the parameters out of a response or event; `None` without parameters.
-fn without_parameters(json: &[u8], taken: &mut Option<Bytes>) -> Option<Vec<u8>> {
-    if !contains_object(json, PARAMETERS) {
-        return None;
-    }
-    let object = ObjectText::parse(std::str::from_utf8(json).ok()?, &["kv_transfer_params"]).ok()?;
-    let parameters = object.json("kv_transfer_params").filter(|parameters| parameters.starts_with('{'))?;
-    *taken = Some(Bytes::copy_from_slice(parameters.as_bytes()));
-    Some(object.edit().set("kv_transfer_params", "null").finish().into_bytes())
 }
 
 /// Sets the cached tokens in the usage of a JSON response or event; `None` without usage.
@@ -243,7 +215,6 @@ fn rewritten_usage(usage: &str, tokens: u32) -> Option<String> {
 }
 
 const USAGE: &[u8] = b"\"usage\"";
-const PARAMETERS: &[u8] = b"\"kv_transfer_params\"";
 const LOGPROBS: &[u8] = b"\"logprobs\"";
 
 /// Whether the bytes contain this field with an object. Quotes inside JSON strings are escaped, so that text content

@@ -5,24 +5,21 @@
 
 mod engine_ids;
 mod prefill_results;
-mod sessions;
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::body::Bytes;
 use pointsman::config::ConfigErrors;
 use pointsman::error::RouteError;
 use pointsman::protocol::WorkerRank;
 use pointsman::{Constraints, Disaggregated, Placement, PrefillPlacement, RouteRequest, Router};
 use tokio::sync::watch;
-use tokio::time::{Instant, timeout};
+use tokio::time::timeout;
 
 use self::engine_ids::EngineIds;
 use self::prefill_results::LegCounts;
 pub(crate) use self::prefill_results::{METRICS, PrefillResult};
-use self::sessions::LastTurns;
 use crate::formats::handover::{PromptLogprobs, Protocol, Transfer, bootstrap_room, p2p_request_id};
 use crate::net::upstream::{Upstream, UpstreamError};
 use crate::settings::DisaggregationSettings;
@@ -32,7 +29,6 @@ pub(crate) struct PrefillPool {
     pub(crate) pools: Disaggregated,
     pub(crate) settings: DisaggregationSettings,
     engine_ids: EngineIds,
-    turns: LastTurns,
     pub(crate) legs: LegCounts,
 }
 
@@ -94,21 +90,11 @@ impl PrefillPool {
         let name = decode.config().pool.clone();
         let pools = Disaggregated::new(prefill, decode, settings.conditions())?;
         let legs = LegCounts::new(&name);
-        Ok(Self { pools, settings, engine_ids: EngineIds::default(), turns: LastTurns::default(), legs })
+        Ok(Self { pools, settings, engine_ids: EngineIds::default(), legs })
     }
 
     pub(crate) fn protocol(&self) -> Protocol {
         self.settings.protocol
-    }
-
-    /// Parameters of the previous turn of a session, once.
-    pub(crate) fn previous_turn(&self, session: Option<&Arc<str>>) -> Option<Bytes> {
-        self.turns.take(session.filter(|_| self.settings.bidirectional)?, Instant::now())
-    }
-
-    /// Keeps the parameters for the next turn of a session.
-    pub(crate) fn turn_ended(&self, session: &Arc<str>, parameters: Bytes) {
-        self.turns.keep(Arc::clone(session), parameters, Instant::now());
     }
 
     /// Prefill ranks of the worker at this address. A worker of both pools transfers nothing to itself.
@@ -175,7 +161,6 @@ impl PrefillPool {
             transfer_id: format!("xfer-{number:016x}"),
             bootstrap_address,
             engine_id,
-            previous_turn: None,
         };
         Ok((transfer, request_id))
     }

@@ -203,16 +203,3 @@ fn requests_that_need_one_rank_are_not_split() {
     let background = r#"{"input":"x","background":true}"#;
     assert_eq!(parse(responses, Protocol::VllmNixl, background).err(), Some(NotSplit::Background));
 }
-
-#[test]
-fn the_prefill_leg_of_a_next_turn_reads_the_blocks_of_the_decode_rank() {
-    let legs = parse(Endpoint::Chat, Protocol::VllmNixl, r#"{"messages":[],"max_tokens":9}"#).unwrap();
-    let previous = r#"{"do_remote_prefill": true,"do_remote_decode": false,"remote_block_ids":[[4,5]],"remote_engine_id":"d-1","remote_port":5700,"x":1e2}"#;
-    let leg = Transfer { previous_turn: Some(previous.into()), ..transfer() };
-    let expected = r#"{"messages":[],"max_tokens":1,"kv_transfer_params":{"do_remote_prefill": false,"do_remote_decode": true,"remote_block_ids":[[4,5]],"remote_engine_id":"d-1","remote_port":5700,"x":1e2}}"#;
-    assert_eq!(text(&legs.prefill(&leg)), expected);
-    for invalid in ["[]", "", "7"] {
-        let leg = Transfer { previous_turn: Some(invalid.into()), ..transfer() };
-        assert_eq!(legs.prefill(&leg), legs.prefill(&transfer()), "{invalid:?}");
-    }
-}

@@ -23,7 +23,6 @@ fn transfer() -> Transfer {
         transfer_id: "xfer-5f0c".to_owned(),
         bootstrap_address: "http://10.0.0.1:8998".to_owned(),
         engine_id: "engine-3".to_owned(),
-        previous_turn: None,
     }
 }
 

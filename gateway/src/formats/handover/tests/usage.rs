@@ -144,32 +144,3 @@ proptest! {
         }
     }
 }
-
-#[test]
-fn parameters_for_the_next_turn_are_taken_out_of_the_last_event() {
-    let last = "data: {\"choices\":[],\"kv_transfer_params\": {\"remote_port\":1},\"usage\":{\"prompt_tokens\":9}}\n\n";
-    let first = "data: {\"choices\":[{\"text\":\"kv_transfer_params\"}],\"kv_transfer_params\":null}\n\n";
-    for (cached, usage) in [
-        (None, r#"{"prompt_tokens":9}"#),
-        (Some(4), r#"{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":4}}"#),
-    ] {
-        let expected = format!("{first}data: {{\"choices\":[],\"kv_transfer_params\": null,\"usage\":{usage}}}\n\n");
-        let whole = format!("{first}{last}");
-        for at in 0..whole.len() {
-            let mut rewriter = CachedTokensRewriter::new(true).taking_parameters();
-            let (before, after) =
-                (Bytes::copy_from_slice(&whole.as_bytes()[..at]), Bytes::copy_from_slice(&whole.as_bytes()[at..]));
-            let parts = [rewriter.push(before, cached), rewriter.push(after, cached), rewriter.finish(cached)];
-            assert_eq!(text(&parts.concat()), expected, "split at {at}");
-            assert_eq!(rewriter.take_parameters().as_deref(), Some(&br#"{"remote_port":1}"#[..]));
-            assert_eq!(rewriter.take_parameters(), None);
-        }
-        let mut passing = CachedTokensRewriter::new(true);
-        assert!(text(&passing.push(last.into(), None)) == last && passing.take_parameters().is_none());
-    }
-    let mut rewriter = CachedTokensRewriter::new(false).taking_parameters();
-    let mut body = rewriter.push(r#"{"choices":[],"kv_transfer_params":{"a":1}}"#.into(), None).to_vec();
-    body.extend(rewriter.finish(None));
-    assert_eq!(text(&body), r#"{"choices":[],"kv_transfer_params":null}"#);
-    assert_eq!(rewriter.take_parameters().as_deref(), Some(&br#"{"a":1}"#[..]));
-}
