@@ -18,8 +18,7 @@ use clap::{Args, Parser, Subcommand};
 use pointsman::policy::Policy;
 use pointsman_gateway::app;
 use pointsman_gateway::app::replay::{ReplayArgs, replay_decisions};
-use pointsman_gateway::app::top;
-use pointsman_gateway::app::top::{TopError, TopOptions};
+use pointsman_gateway::app::top::{self, TopArgs};
 use pointsman_gateway::net::certificates::Certificate;
 use pointsman_gateway::net::limits::ProcessLimits;
 use pointsman_gateway::settings::{ConfigFile, Flag, LoadError, LoadErrors, Loaded, LogFormat, Secrets, Sources};
@@ -76,23 +75,6 @@ enum Command {
     /// Prints the state of a running gateway: the live page of its administration listener. `watch pointsman top ...`
     /// refreshes it.
     Top(TopArgs),
-}
-
-/// Arguments of `top`.
-#[derive(Debug, Args)]
-struct TopArgs {
-    /// Address of the administration listener.
-    #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8081")]
-    admin: String,
-    /// File with the token of operators.
-    #[arg(long, value_name = "FILE")]
-    token_file: PathBuf,
-    /// Shows only this model.
-    #[arg(long, value_name = "NAME")]
-    model: Option<String>,
-    /// Maximum number of ranks per model.
-    #[arg(long, value_name = "RANKS", default_value_t = 20)]
-    ranks: usize,
 }
 
 /// Sources of settings: flags override variables, and variables override the file.
@@ -294,7 +276,7 @@ fn main() -> ExitCode {
             Err(problem) => ended(Err(Stop::Problem(problem))),
         },
         Command::Demo(config) => demo(&config),
-        Command::Top(args) => ended(top(args)),
+        Command::Top(args) => ended(top(&args)),
     }
 }
 
@@ -364,16 +346,12 @@ async fn interrupted() -> Result<(), Stop> {
 }
 
 /// Prints the state of a gateway, as wide as `COLUMNS`, which `watch` exports.
-fn top(args: TopArgs) -> Result<(), Stop> {
-    let TopArgs { admin, token_file, model, ranks } = args;
-    let token = top::read_token(&token_file).map_err(Stop::Problem)?;
+fn top(args: &TopArgs) -> Result<(), Stop> {
+    let token = top::read_token(&args.token_file).map_err(Stop::Problem)?;
     let columns =
-        environment().into_iter().find_map(|(name, value)| (name == "COLUMNS").then(|| value.parse().ok())?);
-    let options = TopOptions { url: admin, token, model, ranks_max: ranks, width: columns.unwrap_or(140) };
-    runtime()?.block_on(top::print(&options, &mut std::io::stdout())).map_err(|error| match error {
-        TopError::Output(error) => Stop::from(error),
-        error => Stop::Problem(error.to_string()),
-    })
+        environment().into_iter().find(|(name, _)| name == "COLUMNS").and_then(|(_, value)| value.parse().ok());
+    let page = runtime()?.block_on(top::page(args, &token, columns.unwrap_or(140))).map_err(Stop::Problem)?;
+    print(page)
 }
 
 /// Runs the demo, prints its result, and stays up if requested.

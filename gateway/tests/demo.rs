@@ -1,7 +1,6 @@
 //! The demo on a small scale: full speed, few clients, no assertions on times.
 
-use pointsman_gateway::app::top;
-use pointsman_gateway::app::top::TopOptions;
+use pointsman_gateway::app::top::{self, TopArgs};
 use pointsman_trial::demo::{Demo, DemoConfig, Progress, Report};
 use tokio::time::timeout;
 
@@ -44,14 +43,12 @@ async fn a_demo_that_stays_has_a_live_page_and_load() {
     let (_, file) = text.split_once("--token-file ").expect("the command of a terminal");
     let file = file.lines().next().expect("a path").to_owned();
     assert_eq!(std::fs::read_to_string(&file).expect("readable"), token);
-    let options = TopOptions { url: page, token, model: None, ranks_max: 9, width: 80 };
+    let args = TopArgs { admin: page, token_file: file.clone().into(), model: None, ranks: 9 };
     let frames = async {
         loop {
-            let mut output = Vec::new();
-            top::print(&options, &mut output).await.expect("a page");
-            let frame = String::from_utf8(output).expect("text");
+            let page = top::page(&args, &token, 80).await.expect("a page");
             // The list has decisions after those of the table.
-            if frame.contains("tokens cached") && !frame.contains(" 0.0 requests/s") {
+            if page.contains("tokens cached") && !page.contains(" 0.0 requests/s") {
                 return;
             }
         }

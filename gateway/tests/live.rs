@@ -1,11 +1,11 @@
 //! The live page: its files, the stream of snapshots, and `pointsman top`. `live_page/` has the checks in a browser.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::{Outcome, Prompt, RouteRequest};
-use pointsman_gateway::app::top;
-use pointsman_gateway::app::top::{TopError, TopOptions};
+use pointsman_gateway::app::top::{self, TopArgs};
 use pointsman_gateway::formats::live::assess::Level;
 use pointsman_gateway::formats::live::{LiveSnapshot, RANKS_MAX};
 use pointsman_trial::mock::{MockConfig, MockEngine};
@@ -249,31 +249,27 @@ async fn the_number_of_viewers_is_limited() {
 async fn top_prints_the_state() {
     let client = with_workers(2).await;
     let url = format!("http://{}", client.gateway.admin_address().expect("an admin listener"));
-    let token = TOKEN.to_owned();
-    let options = TopOptions { url, token, model: None, ranks_max: 1, width: 80 };
-    let mut output = Vec::new();
-    timeout(PATIENCE, top::print(&options, &mut output)).await.expect("a page in time").expect("a page");
-    let frame = String::from_utf8(output).expect("text");
-    assert!(frame.starts_with("● All 2 ranks serve, with 0 active requests.\n"), "{frame}");
-    assert!(frame.contains("127.0.0.1:1/0") && frame.contains("1 further rank, with less trouble"), "{frame}");
+    let args = TopArgs { admin: url, token_file: PathBuf::new(), model: None, ranks: 1 };
+    let page = timeout(PATIENCE, top::page(&args, TOKEN, 80)).await.expect("a page in time").expect("a page");
+    assert!(page.starts_with("● All 2 ranks serve, with 0 active requests.\n"), "{page}");
+    assert!(page.contains("127.0.0.1:1/0") && page.contains("1 further rank, with less trouble"), "{page}");
     let clients = format!("http://{}", client.gateway.address());
-    for (options, expected) in [
-        (TopOptions { token: "wrong-0123456789".to_owned(), ..options.clone() }, "--token-file must hold the token"),
+    let at = |url: &str| TopArgs { admin: url.to_owned(), ..args.clone() };
+    for (args, token, expected) in [
+        (args.clone(), "wrong-0123456789", "--token-file must hold the token"),
+        (at(&clients), TOKEN, "status 404 Not Found: this is not the administration listener"),
         (
-            TopOptions { url: clients, ..options.clone() },
-            "status 404 Not Found: this is not the administration listener",
-        ),
-        (
-            TopOptions { model: Some("other".to_owned()), ..options.clone() },
+            TopArgs { model: Some("other".to_owned()), ..args.clone() },
+            TOKEN,
             "no model \"other\"; its models are org/mock",
         ),
-        (TopOptions { url: "https://127.0.0.1:1".to_owned(), ..options.clone() }, "must be http://HOST:PORT"),
-        (TopOptions { url: "http://127.0.0.1:1/x".to_owned(), ..options.clone() }, "must be http://HOST:PORT"),
-        (TopOptions { token: "a b\n".to_owned(), ..options.clone() }, "one line of visible characters"),
+        (at("https://127.0.0.1:1"), TOKEN, "must be http://HOST:PORT"),
+        (at("http://127.0.0.1:1/x"), TOKEN, "must be http://HOST:PORT"),
+        (args.clone(), "a b\n", "one line of visible characters"),
     ] {
-        let error: TopError = top::print(&options, &mut Vec::new()).await.expect_err("no page");
-        assert!(error.to_string().contains(expected), "{error}");
+        let error = top::page(&args, token, 80).await.expect_err("no page");
+        assert!(error.contains(expected), "{error}");
     }
-    let page = TopOptions { url: format!("{}/admin/page", &options.url["http://".len()..]), ..options };
-    top::print(&page, &mut Vec::new()).await.expect("the address of the page, without a scheme");
+    let page = at(&format!("{}/admin/page", &args.admin["http://".len()..]));
+    top::page(&page, TOKEN, 80).await.expect("the address of the page, without a scheme");
 }

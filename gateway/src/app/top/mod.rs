@@ -4,9 +4,11 @@
 
 mod terminal;
 
-use std::path::Path;
+use std::fmt::Display;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use clap::Args;
 use http_body_util::{BodyExt as _, Empty};
 use hyper::body::{Bytes, Incoming};
 use hyper::header::{AUTHORIZATION, HOST};
@@ -30,60 +32,21 @@ const PATH: &str = "/admin/live";
 /// Path of the page, which an address from a browser may have.
 const PAGE: &str = "/admin/page";
 
-/// Options of the command.
-#[derive(Clone, Debug)]
-pub struct TopOptions {
-    /// Address of the administration listener: `http://HOST:PORT`.
-    pub url: String,
-    /// Its token.
-    pub token: String,
-    /// Only the model with this name.
+/// Arguments of `top`.
+#[derive(Clone, Debug, Args)]
+pub struct TopArgs {
+    /// Address of the administration listener.
+    #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8081")]
+    pub admin: String,
+    /// File with the token of operators.
+    #[arg(long, value_name = "FILE")]
+    pub token_file: PathBuf,
+    /// Shows only this model.
+    #[arg(long, value_name = "NAME")]
     pub model: Option<String>,
     /// Maximum number of ranks per model.
-    pub ranks_max: usize,
-    /// Maximum length of a line.
-    pub width: usize,
-}
-
-/// Reason for which the command ends.
-#[derive(Debug, thiserror::Error)]
-pub enum TopError {
-    /// Address of another form.
-    #[error("the address is {0:?}, must be http://HOST:PORT")]
-    Address(String),
-    /// Token that is invalid in a header.
-    #[error("the token holds a blank or a byte that is not ASCII, must be one line of visible characters")]
-    Token,
-    /// No connection, or one that broke before the first snapshot.
-    #[error("{url} does not respond: {error}")]
-    Connect {
-        /// Address of the listener.
-        url: String,
-        /// Cause.
-        error: String,
-    },
-    /// A response without snapshots.
-    #[error("{url} responds with status {status}{}", hint(*status))]
-    Status {
-        /// Address of the listener.
-        url: String,
-        /// Its response.
-        status: StatusCode,
-    },
-    /// A model that the gateway does not have.
-    #[error("the gateway has no model {name:?}; its models are {}", known.join(", "))]
-    Model {
-        /// The name.
-        name: String,
-        /// The models there are.
-        known: Vec<String>,
-    },
-    /// An event that is too long or no snapshot.
-    #[error("the stream has an invalid event: {0}")]
-    Event(String),
-    /// Closed output.
-    #[error("cannot write: {0}")]
-    Output(#[from] std::io::Error),
+    #[arg(long, value_name = "RANKS", default_value_t = 20)]
+    pub ranks: usize,
 }
 
 /// Probable cause of a status, as the end of a message.
@@ -109,31 +72,31 @@ pub fn read_token(path: &Path) -> Result<String, String> {
     Ok(text.trim_end_matches(['\r', '\n']).to_owned())
 }
 
-/// Prints the state.
+/// The state in lines of at most `width` characters.
 ///
 /// # Errors
-/// See [`TopError`].
-pub async fn print(options: &TopOptions, output: &mut impl std::io::Write) -> Result<(), TopError> {
-    let snapshot = snapshot(options).await?;
-    let TopOptions { ranks_max, model, width, .. } = options;
-    let model = model.as_deref();
+/// A description of the failure.
+pub async fn page(args: &TopArgs, token: &str, width: usize) -> Result<String, String> {
+    let snapshot = snapshot(&args.admin, token).await?;
+    let model = args.model.as_deref();
     if let Some(name) = model.filter(|name| snapshot.models.iter().all(|model| model.name != *name)) {
-        let known = snapshot.models.iter().map(|model| model.name.clone()).collect();
-        return Err(TopError::Model { name: name.to_owned(), known });
+        let known: Vec<&str> = snapshot.models.iter().map(|model| model.name.as_str()).collect();
+        return Err(format!("the gateway has no model {name:?}; its models are {}", known.join(", ")));
     }
-    let view = View { width: *width, ranks_max: *ranks_max, model };
-    Ok(output.write_all((lines(&snapshot, &view).join("\n") + "\n").as_bytes())?)
+    Ok(lines(&snapshot, &View { width, ranks_max: args.ranks, model }).join("\n") + "\n")
+}
+
+fn failed(url: &str, error: impl Display) -> String {
+    format!("{url} does not respond: {error}")
 }
 
 /// The first snapshot of the stream.
-async fn snapshot(options: &TopOptions) -> Result<LiveSnapshot, TopError> {
-    let url = &options.url;
-    let failed = |error: String| TopError::Connect { url: url.clone(), error };
-    let response = timeout(CONNECT_TIME_MAX, request(options)).await;
-    let response = response.map_err(|_| failed("no response in time".to_owned()))??;
+async fn snapshot(url: &str, token: &str) -> Result<LiveSnapshot, String> {
+    let response = timeout(CONNECT_TIME_MAX, request(url, token)).await;
+    let response = response.map_err(|_| failed(url, "no response in time"))??;
     let status = response.status();
     if status != StatusCode::OK {
-        return Err(TopError::Status { url: url.clone(), status });
+        return Err(format!("{url} responds with status {status}{}", hint(status)));
     }
     let (mut body, mut buffered) = (response.into_body(), Vec::new());
     loop {
@@ -141,36 +104,36 @@ async fn snapshot(options: &TopOptions) -> Result<LiveSnapshot, TopError> {
             let event: Vec<u8> = buffered.drain(..end + 2).collect();
             let data = event.split(|byte| *byte == b'\n').find_map(|line| line.strip_prefix(b"data: "));
             let Some(data) = data else { continue };
-            return serde_json::from_slice(data).map_err(|error| TopError::Event(error.to_string()));
+            return serde_json::from_slice(data).map_err(|error| format!("the stream has an invalid event: {error}"));
         }
         if buffered.len() > EVENT_BYTES_MAX {
-            return Err(TopError::Event(format!("longer than {EVENT_BYTES_MAX} bytes")));
+            return Err(format!("the stream has an event longer than {EVENT_BYTES_MAX} bytes"));
         }
         match body.frame().await {
             Some(Ok(frame)) => buffered.extend(frame.into_data().unwrap_or_default()),
-            Some(Err(error)) => return Err(failed(error.to_string())),
-            None => return Err(failed("the stream has ended".to_owned())),
+            Some(Err(error)) => return Err(failed(url, error)),
+            None => return Err(failed(url, "the stream has ended")),
         }
     }
 }
 
-async fn request(options: &TopOptions) -> Result<Response<Incoming>, TopError> {
-    let address = || TopError::Address(options.url.clone());
-    let url = if options.url.contains("://") { options.url.clone() } else { format!("http://{}", options.url) };
-    let uri: Uri = url.parse().map_err(|_| address())?;
+async fn request(url: &str, token: &str) -> Result<Response<Incoming>, String> {
+    let address = || format!("the address is {url:?}, must be http://HOST:PORT");
+    let full = if url.contains("://") { url.to_owned() } else { format!("http://{url}") };
+    let uri: Uri = full.parse().map_err(|_| address())?;
     if uri.scheme_str() != Some("http") || !matches!(uri.path(), "" | "/" | PAGE) || uri.query().is_some() {
         return Err(address());
     }
     let authority = uri.authority().ok_or_else(address)?;
     let (host, port) = (authority.host().trim_matches(['[', ']']), authority.port_u16().unwrap_or(80));
     let request = Request::get(PATH).header(HOST, authority.as_str());
-    let request = request.header(AUTHORIZATION, format!("Bearer {}", options.token)).body(Empty::<Bytes>::new());
-    let request = request.map_err(|_| TopError::Token)?;
-    let failed = |error: String| TopError::Connect { url: options.url.clone(), error };
-    let stream = TcpStream::connect((host, port)).await.map_err(|error| failed(error.to_string()))?;
-    let (mut sender, connection) =
-        hyper::client::conn::http1::handshake(TokioIo::new(stream)).await.map_err(|error| failed(error.to_string()))?;
+    let request = request.header(AUTHORIZATION, format!("Bearer {token}")).body(Empty::<Bytes>::new());
+    let request = request
+        .map_err(|_| "the token holds a blank or a byte that is not ASCII, must be one line of visible characters")?;
+    let stream = TcpStream::connect((host, port)).await.map_err(|error| failed(url, error))?;
+    let handshake = hyper::client::conn::http1::handshake(TokioIo::new(stream)).await;
+    let (mut sender, connection) = handshake.map_err(|error| failed(url, error))?;
     // Ends with the body.
     tokio::spawn(connection);
-    sender.send_request(request).await.map_err(|error| failed(error.to_string()))
+    sender.send_request(request).await.map_err(|error| failed(url, error))
 }
