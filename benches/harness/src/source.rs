@@ -21,7 +21,7 @@ pub struct Source {
     pub trace: Option<PathBuf>,
     /// Workload to generate: a name, or name:setting=value,setting=value [default: chat]
     ///
-    /// chat, low, shared-prefix, agents, siblings, burst, peer-first, conversations, documents, unique and mix.
+    /// chat, low, shared-prefix, agents, programs, siblings, burst, peer-first, conversations, documents, unique and mix.
     /// `--workload chat:rate=2,turns=3-8` changes two settings. Open-loop workloads accept peak, peak_share and period_s
     /// too, for a rate that varies. The error message for an unknown setting lists the valid ones.
     #[arg(long, value_name = "NAME[:SETTINGS]")]

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use pointsman_trial::workload::generate::{Burst, Conversations, Generator};
-use pointsman_trial::workload::{LENGTH_MAX, Request, Segment, Workload};
+use pointsman_trial::workload::{Arrivals, LENGTH_MAX, Link, Request, Segment, Workload};
 use proptest::prelude::*;
 
 /// Small workloads of every kind, by their settings.
@@ -11,7 +11,7 @@ fn generators() -> impl Strategy<Value = Generator> {
     let span = |max: u32| (1..=max, 0..=max).prop_map(|(min, more)| format!("{min}-{}", min + more));
     let numbers = (0.1..100.0, 1_u32..20, 1_u32..9, 1_u32..200, 0_u32..=2, 0.0..0.5);
     let spans = (span(4), span(50), span(300), 5_000_u32..20_000);
-    (0..12_usize, numbers, spans).prop_map(
+    (0..13_usize, numbers, spans).prop_map(
         |(kind, (rate, few, prefixes, requests, skew, vary), (turns, own, shared, long))| {
             let conversations = format!("rate={rate},sessions={few},turns={turns},own_tokens={own},skew={skew}");
             let text = match kind {
@@ -30,6 +30,9 @@ fn generators() -> impl Strategy<Value = Generator> {
                 ),
                 9 => format!("unique:rate={rate},requests={requests},own_tokens={own}"),
                 10 => format!("mix:rate={rate},requests={}", requests + 5),
+                11 => format!(
+                    "programs:programs={few},calls={prefixes},concurrency={skew},scale=0.02,subagents_percent=50"
+                ),
                 _ => format!("unique:rate={rate},requests={requests},peak={},period_s={few}", 1.01 + vary),
             };
             text.parse().unwrap_or_else(|error| panic!("{text}: {error}"))
@@ -123,6 +126,7 @@ fn lengths_counts_and_reuse_are_within_expected_ranges() {
         ("chat", 1_500..2_600, 32 + 512..=20_000, 0.5..0.95),
         ("shared-prefix", 4_000..4_001, 2_050..=8_800, 0.85..0.95),
         ("agents", 2_000..3_500, 3_100..=100_000, 0.9..0.99),
+        ("programs", 3_000..9_000, 3_000..=260_000, 0.9..0.999),
         ("siblings", 3_200..3_201, 4_020..=12_400, 0.8..0.9),
         ("burst", 1_000..1_001, 4_608..=4_608, 0.8..0.89),
         ("peer-first", 1_000..1_001, 7_000..=7_000, 0.49..0.5),
@@ -141,6 +145,33 @@ fn lengths_counts_and_reuse_are_within_expected_ranges() {
         let found = reuse(&workload);
         assert!(reused.contains(&found), "{text}: {found} reused");
     }
+}
+
+#[test]
+fn calls_of_a_program_follow_each_other_and_extend_prompts() {
+    let text = "programs:programs=60,subagents_percent=50,concurrency=5";
+    let workload = text.parse::<Generator>().expect("settings").generate(2);
+    let Arrivals::Causal { links, programs } = &workload.arrivals else { panic!("programs") };
+    assert_eq!((links.len(), programs.map(|programs| programs.get())), (workload.requests.len(), Some(5)));
+    let mut last = BTreeMap::<u64, &Request>::new();
+    let (mut compacted, mut joined, mut gaps_us) = (0, 0, Vec::new());
+    for (number, (request, Link { program, after, gap_us, is_stop })) in workload.requests.iter().zip(links).enumerate()
+    {
+        let is_earlier = |call: &u32| (*call as usize) < number && links[*call as usize].program == *program;
+        assert!(after.iter().all(is_earlier) && program.abs_diff(links[number.saturating_sub(1)].program) <= 1);
+        joined += usize::from(after.len() > 1);
+        let stopped = after.iter().any(|call| links[*call as usize].is_stop);
+        gaps_us.extend((after.len() == 1 && !stopped && !is_stop).then_some(*gap_us));
+        if let Some(before) = last.insert(request.session.expect("a session"), request) {
+            let extends = request.prompt.len() == before.prompt.len() + 1;
+            assert!(extends && request.prompt.starts_with(&before.prompt) || request.prompt.len() <= 4);
+            compacted += usize::from(!extends);
+        }
+    }
+    gaps_us.sort_unstable();
+    let median_us = gaps_us[gaps_us.len() / 2];
+    assert!(compacted > 10 && joined > 5, "{compacted} {joined}");
+    assert!((2_000_000..5_000_000).contains(&median_us), "{median_us}");
 }
 
 #[test]
@@ -167,6 +198,8 @@ fn invalid_settings_are_rejected_with_a_reason() {
         ("chat:sessions=9000000", "chat: sessions and turns give 81000000 requests, must be 1 to 20000000"),
         ("chat:skew=9", "chat: skew is 9, must be 0 to 2"),
         ("documents:skew=3", "documents: skew is 3, must be 0 to 2"),
+        ("programs:stop_percent=101", "programs: stop_percent is 101, must be at most 100"),
+        ("programs:scale=0", "programs: scale is 0, must be 0.01 to 10"),
         ("mix:requests=4", "mix: requests is 4, must be 5 to 5000000"),
         ("unique:peak=2", "unique: peak is 2, must be at least 1 and below 1 / peak_share"),
         ("unique:period_s=0", "unique: period_s is 0, must be 1 to 1000000"),

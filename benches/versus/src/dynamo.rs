@@ -93,7 +93,7 @@ impl DynamoRouter {
             let mut attempt = 0;
             loop {
                 let ready = self.service.ready().schedulable_workers;
-                let call = Call { id: format!("probe-{attempt}"), tokens: vec![0; 64] };
+                let call = Call { id: format!("probe-{attempt}"), tokens: vec![0; 64], session: None };
                 if ready == workers
                     && let Ok(routed) = self.route(call).await
                 {

@@ -205,7 +205,7 @@ impl RouterPair {
         blocks: Box<[StoredBlock]>,
     ) -> Result<Booked, Failed> {
         self.ours.router().add_request(AddRequest::new(&id, rank, Prompt::Tokens(tokens))).await?;
-        let id = self.theirs.reserve_on(Call { id, tokens: tokens.to_vec() }, rank).await?;
+        let id = self.theirs.reserve_on(Call { id, tokens: tokens.to_vec(), session: None }, rank).await?;
         Ok(Booked { id, rank, blocks })
     }
 

@@ -70,9 +70,10 @@ where
     E: Fn(Vec<u8>, Clock) -> F + Send + Sync + 'static,
     F: Future<Output = Exchange> + Send + 'static,
 {
-    let (clients, is_open_loop) = match workload.arrivals {
+    let (clients, is_open_loop) = match &workload.arrivals {
         Arrivals::OpenLoop => (connections, true),
-        Arrivals::Concurrency(concurrency) => (concurrency.min(connections), false),
+        Arrivals::Concurrency(concurrency) => (connections.min(*concurrency), false),
+        Arrivals::Causal { .. } => return Err("programs run in simulations only".into()),
     };
     let records = Mutex::new(Records::new(workload.requests.len(), warmup));
     let (ahead, bodies) = mpsc::channel(BODIES_AHEAD);

@@ -30,6 +30,9 @@ impl Pace {
     /// Sets the arrival times of `workload`. `seed` determines random gaps.
     #[must_use]
     pub fn apply(&self, mut workload: Workload, seed: u64) -> Workload {
+        if let Arrivals::Causal { .. } = workload.arrivals {
+            return workload; // which the clients reject
+        }
         let requests = &mut workload.requests;
         // Random gaps without a rate: use the mean rate of the workload.
         let mean = || requests.len() as f64 * 1e6 / requests.last().map_or(0, |last| last.arrival_us).max(1) as f64;

@@ -152,7 +152,7 @@ impl<T: Target> LoopState<T> {
     pub(crate) fn take(&self, end: usize) -> Option<(usize, Call)> {
         let number = self.cursor.fetch_add(1, Relaxed);
         let request = (number < end).then(|| self.workload.request(number))?;
-        Some((number, Call { id: format!("request-{number}"), tokens: request.tokens.to_vec() }))
+        Some((number, Call { id: format!("request-{number}"), tokens: request.tokens.to_vec(), session: None }))
     }
 
     /// Routes a request, lets the chosen rank serve it, delivers the events and completes the prefill. The route time is

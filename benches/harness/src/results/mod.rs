@@ -11,6 +11,7 @@ pub mod distribution;
 pub mod facts;
 pub mod load;
 pub mod prediction;
+mod programs;
 mod record;
 pub mod reporting;
 pub mod summary;
@@ -20,6 +21,7 @@ pub mod validity;
 
 pub use distribution::Distribution;
 pub use facts::{Facts, Machine};
+pub use programs::ProgramFigures;
 pub use record::{RankSample, RequestRecord, Run, Warmup};
 pub(crate) use record::{write_figures, write_json};
 pub use reporting::Reporting;

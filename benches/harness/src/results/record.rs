@@ -52,6 +52,10 @@ pub struct RequestRecord {
     pub predicted_cached_tokens: Option<u64>,
     /// Prompt tokens cached on the best eligible rank at the time of the decision.
     pub reachable_tokens: Option<u64>,
+    /// Prompt tokens that some rank had been given to compute before.
+    pub known_tokens: Option<u64>,
+    /// Number of its program, if the workload has programs.
+    pub program: Option<u32>,
     /// Time to the first token that the router predicted, in µs.
     pub predicted_ttft_us: Option<u64>,
     /// Estimated delay of the first token relative to the oracle's choice of rank, in µs, by the oracle's model.

@@ -9,7 +9,7 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use super::load::max_over_mean;
 use super::prediction::PredictionError;
-use super::{Distribution, Facts, Machine, RequestRecord, Run, Warning, share, validity};
+use super::{Distribution, Facts, Machine, ProgramFigures, RequestRecord, Run, Warning, share, validity};
 
 /// Version of the JSON form. Incremented when a figure changes its name or meaning, but not for additional figures.
 pub const SCHEMA_VERSION: u32 = 1;
@@ -74,6 +74,12 @@ pub struct Summary {
     /// rate of a router that always follows the cache, at each decision, given the caches from its own earlier
     /// decisions.
     pub reachable_hit_rate: Option<f64>,
+    /// Prompt tokens that some rank had computed before, divided by all computed ones.
+    #[serde(default)]
+    pub recomputed_share: Option<f64>,
+    /// Figures of programs, if the workload has them.
+    #[serde(default)]
+    pub programs: Option<ProgramFigures>,
     /// Estimated delay of first tokens relative to the oracle's choice of rank, by the oracle's model.
     pub regret_seconds: Option<Distribution>,
     /// Error of predicted times to the first token.
@@ -99,7 +105,7 @@ impl Summary {
     pub fn new(run: &Run, facts: &Facts) -> Self {
         let measured = run.measured();
         let answered = || measured.iter().filter(|request| request.answered());
-        let from_us = measured.first().map_or(run.ended_us, |first| first.due_us);
+        let from_us = measured.iter().map(|request| request.due_us).min().unwrap_or(run.ended_us);
         let duration_seconds = run.ended_us.saturating_sub(from_us) as f64 / 1e6;
         let per_second = |count: u64| if duration_seconds > 0.0 { count as f64 / duration_seconds } else { 0.0 };
         Self {
@@ -127,6 +133,8 @@ impl Summary {
             queue_seconds: Distribution::of_us(answered().filter_map(RequestRecord::queue_us)),
             hit_rate: token_share(measured, |request| request.cached_tokens),
             reachable_hit_rate: token_share(measured, reachable_tokens),
+            recomputed_share: recomputed_share(measured),
+            programs: ProgramFigures::of(run),
             regret_seconds: Distribution::of_us(answered().filter_map(|request| request.regret_us)),
             predicted_ttft_error: PredictionError::of(measured),
             load_max_over_mean: max_over_mean(&run.rank_samples, run.ranks, from_us, run.ended_us),
@@ -150,6 +158,14 @@ fn token_share(requests: &[RequestRecord], tokens: impl Fn(&RequestRecord) -> Op
     let known = requests.iter().filter_map(|request| Some((tokens(request)?, request.prompt_tokens)));
     let (part, whole) = known.fold((0, 0), |(part, whole), (tokens, prompt)| (part + tokens, whole + prompt));
     share(part, whole)
+}
+
+fn recomputed_share(requests: &[RequestRecord]) -> Option<f64> {
+    let known = requests.iter().filter_map(|request| Some((request, request.cached_tokens?, request.known_tokens?)));
+    let (again, all) = known.fold((0, 0), |(again, all), (request, cached, known)| {
+        (again + known.saturating_sub(cached), all + request.prompt_tokens.saturating_sub(cached))
+    });
+    share(again, all)
 }
 
 /// Number of failed requests by reason; the rarest reasons are combined.

@@ -19,6 +19,8 @@ pub(crate) fn request(at_ms: u64) -> RequestRecord {
         cached_tokens: Some(500),
         predicted_cached_tokens: Some(500),
         reachable_tokens: Some(600),
+        known_tokens: Some(800),
+        program: None,
         predicted_ttft_us: Some(90_000),
         regret_us: Some(2_000),
         rank: Some(0),

@@ -10,14 +10,15 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::mem;
-use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use ahash::AHashSet;
 use hdrhistogram::Histogram;
 use pointsman::protocol::WorkerRank;
-use pointsman_trial::engine::{CacheEvent, Output, RequestSpec, Stage, Step};
-use pointsman_trial::workload::{Arrivals, Request, Workload};
+use pointsman_trial::engine::{CacheEvent, EngineHash, Output, RequestSpec, Stage, Step};
+use pointsman_trial::workload::{Request, Workload};
 
+use super::feed::Feed;
 use super::heap::{Event, Heap};
 use super::rank::{FleetRank, announcements};
 use super::time::VirtualTime;
@@ -58,8 +59,9 @@ pub(super) struct Driver<'a, T: Target> {
     running: Vec<Option<Running<T::Handle>>>,
     unfinished: usize,
     unsent: usize,
-    /// Requests of a closed loop that wait for the end of an earlier one.
-    waiting: Range<usize>,
+    feed: Feed,
+    /// Blocks that any rank has been given to compute.
+    computed: AHashSet<EngineHash>,
     idle_samples: u32,
     records: Vec<RequestRecord>,
     itl_us: Histogram<u64>,
@@ -87,17 +89,16 @@ impl<'a, T: Target> Driver<'a, T> {
     pub(super) fn new(target: T, time: VirtualTime, setup: &'a Setup, workload: &'a Workload) -> Result<Self, Failed> {
         let requests = &workload.requests;
         let mut heap = Heap::default();
-        let waiting = match workload.arrivals {
-            Arrivals::OpenLoop => requests.len()..requests.len(),
-            Arrivals::Concurrency(inflight) => requests.len().min(inflight.get() as usize)..requests.len(),
-        };
-        for (number, request) in requests[..waiting.start].iter().enumerate() {
-            let due_us = if workload.arrivals == Arrivals::OpenLoop { request.arrival_us } else { 0 };
-            heap.push(due_us, Event::Arrival(number));
+        let (feed, first) = Feed::new(workload);
+        for (at_us, request) in first {
+            heap.push(at_us, Event::Arrival(request));
         }
         heap.push(0, Event::Sample);
-        let record =
-            |request: &Request| RequestRecord { prompt_tokens: request.prompt_tokens(), ..RequestRecord::default() };
+        let record = |(number, request): (usize, &Request)| RequestRecord {
+            prompt_tokens: request.prompt_tokens(),
+            program: feed.link(number).map(|link| link.program),
+            ..RequestRecord::default()
+        };
         let ranks = fleet_ranks(setup)?;
         Ok(Self {
             setup,
@@ -114,9 +115,10 @@ impl<'a, T: Target> Driver<'a, T> {
             running: requests.iter().map(|_| None).collect(),
             unfinished: requests.len(),
             unsent: requests.len(),
-            waiting,
+            records: requests.iter().enumerate().map(record).collect(),
+            feed,
+            computed: AHashSet::new(),
             idle_samples: 0,
-            records: requests.iter().map(record).collect(),
             itl_us: Histogram::new_with_bounds(1, ITL_MAX_US, 3).expect("valid histogram bounds"),
             samples: Vec::new(),
             ended_us: 0,
@@ -179,9 +181,12 @@ impl<'a, T: Target> Driver<'a, T> {
         self.unsent -= 1;
         let record = &mut self.records[number];
         (record.due_us, record.sent_us) = (self.now_us, self.now_us);
-        let tokens = self.workload.requests[number].tokens();
+        let request = &self.workload.requests[number];
+        let tokens = request.tokens();
         self.unplaced.insert(number, tokens.as_slice().into());
-        let call = Call { id: format!("request-{number}"), tokens };
+        let session = request.session.filter(|_| self.feed.link(number).is_some());
+        let session = session.map(|session| format!("session-{session}"));
+        let call = Call { id: format!("request-{number}"), tokens, session };
         let (target, answers) = (Arc::clone(&self.target), Arc::clone(&self.answers));
         // A separate task, because the router may suspend the request.
         drop(tokio::spawn(async move {
@@ -248,7 +253,7 @@ impl<'a, T: Target> Driver<'a, T> {
             if let Some(running) = self.running[number].take() {
                 self.target.free(running.handle).await.map_err(refused::<T>("free", number))?;
             }
-            self.finish();
+            self.finish(number);
         }
         Ok(())
     }
@@ -365,6 +370,9 @@ impl<'a, T: Target> Driver<'a, T> {
         record.predicted_cached_tokens = cached_tokens;
         record.predicted_ttft_us = ttft_us;
         record.rank = Some(rank as u32);
+        let known = names.iter().take_while(|name| self.computed.contains(*name)).count();
+        record.known_tokens = Some(known as u64 * u64::from(self.setup.block_size().get()));
+        self.computed.extend(names.iter().copied());
         record.reachable_tokens = candidates.iter().map(|rank| rank.cached_tokens(&names)).max();
         let foreseen_us = |rank: &FleetRank| rank.first_token_us(self.now_us, record.prompt_tokens, &names);
         let least_us = candidates.iter().map(foreseen_us).min().unwrap_or_default();
@@ -387,13 +395,13 @@ impl<'a, T: Target> Driver<'a, T> {
 
     fn fail(&mut self, number: usize, reason: String) {
         self.records[number].failure = Some(reason);
-        self.finish();
+        self.finish(number);
     }
 
-    fn finish(&mut self) {
+    fn finish(&mut self, number: usize) {
         self.unfinished -= 1;
-        if let Some(number) = self.waiting.next() {
-            self.heap.push(self.now_us, Event::Arrival(number));
+        for (delay_us, next) in self.feed.ended(number) {
+            self.heap.push(self.now_us + delay_us, Event::Arrival(next));
         }
         self.ended_us = self.now_us;
     }

@@ -5,8 +5,8 @@
 //! run compute the figures.
 //!
 //! Each rank is a [`pointsman_trial::engine::Rank`]; the durations of its steps drive an event queue in µs. A request
-//! arrives at its time in the workload, independently of earlier requests, unless the workload is a closed loop. It is
-//! routed immediately, and submitted to the chosen rank without a network delay. KV events of a rank reach the router
+//! arrives at its time in the workload, independently of earlier requests, unless the workload is a closed loop or
+//! consists of programs, whose sessions the router receives. It is routed immediately, and submitted to the chosen rank without a network delay. KV events of a rank reach the router
 //! [`Setup::event_delay_us`] after the end of their step.
 //!
 //! **Disaggregated serving.** With [`Setup::disaggregation`] a request is booked on a decode rank, then on a prefill
@@ -35,6 +35,7 @@
 
 mod cli;
 mod driver;
+mod feed;
 mod heap;
 mod rank;
 mod time;

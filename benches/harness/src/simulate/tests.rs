@@ -3,6 +3,7 @@ use std::num::NonZeroU32;
 use clap::Parser;
 use pointsman::policy::Policy;
 use pointsman_trial::engine::{EngineConfig, Rank, RequestSpec, StepCost};
+use pointsman_trial::workload::generate::Generator;
 use pointsman_trial::workload::{Arrivals, Request, Rng, Segment, Workload};
 use serde_json::json;
 
@@ -208,6 +209,32 @@ fn a_closed_loop_sends_at_the_end_of_earlier_requests() {
         let expected_us = number.checked_sub(inflight as usize).map_or(0, |end| ends[end]);
         assert_eq!((record.due_us, record.sent_us), (expected_us, expected_us), "request {number}");
     }
+}
+
+#[test]
+fn calls_of_programs_arrive_their_gaps_after_the_ends_before_them() {
+    let text = "programs:programs=12,calls=6,concurrency=3,scale=0.05,subagents_percent=60";
+    let workload = text.parse::<Generator>().expect("settings").generate(4);
+    let run = serve(&setup(Policy::Latency), &workload);
+    let Arrivals::Causal { links, .. } = &workload.arrivals else { panic!("programs") };
+    let ended_us = |call: &u32| run.requests[*call as usize].ended_us.expect("ended");
+    let mut spans = vec![(u64::MAX, 0); 12];
+    for (record, link) in run.requests.iter().zip(links) {
+        let last_us = link.after.iter().map(ended_us).max();
+        assert!(last_us.is_none_or(|last_us| record.due_us == last_us + link.gap_us), "{record:?}");
+        // The last block of a prompt can be cached for another one.
+        assert!(record.known_tokens.map(|known| known + 16) >= record.cached_tokens, "{record:?}");
+        let span = &mut spans[link.program as usize];
+        *span = (span.0.min(record.due_us), span.1.max(record.ended_us.expect("ended")));
+    }
+    for (start_us, _) in &spans {
+        let live = spans.iter().filter(|(start, end)| (*start..*end).contains(start_us)).count();
+        assert!((1..=3).contains(&live), "{live} programs at {start_us}");
+    }
+    let programs = summary(&setup(Policy::Latency), &run).programs.expect("programs");
+    assert_eq!(programs.task_seconds.count, 12);
+    let again = serve(&setup(Policy::Latency), &workload);
+    assert_eq!(format!("{run:?}"), format!("{again:?}"));
 }
 
 #[test]

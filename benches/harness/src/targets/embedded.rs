@@ -146,7 +146,8 @@ impl Target for Embedded {
 
     async fn route(&self, call: Call) -> Result<Routed<Bookings>, Failed> {
         let turn = self.requests.fetch_add(1, Relaxed) % self.routers.len();
-        let request = RouteRequest::new(&call.id, Prompt::Tokens(&call.tokens));
+        let mut request = RouteRequest::new(&call.id, Prompt::Tokens(&call.tokens));
+        request.options.session_id = call.session.map(Into::into);
         let decode = match &self.decode {
             Some((router, _)) => Some(router.route(request.clone()).await?),
             None => None,
@@ -230,7 +231,7 @@ mod tests {
     #[tokio::test]
     async fn bookings_and_index_blocks_are_residue() {
         let target = Embedded::start(&Setup::new(1, 1)).await.expect("starts");
-        let call = Call { id: "held".to_owned(), tokens: vec![7; 200] };
+        let call = Call { id: "held".to_owned(), tokens: vec![7; 200], session: None };
         let held = target.route(call).await.expect("routed");
         let (parent, hashes) = (None, Embedded::hash(&[7; 200], NonZeroU32::new(64).expect("not zero")));
         let data = KvEvent::Stored { parent, blocks: crate::engine::name_blocks(&hashes).into() };

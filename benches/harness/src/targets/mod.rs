@@ -22,6 +22,8 @@ pub struct Call {
     pub id: String,
     /// Tokens of the prompt.
     pub tokens: Vec<u32>,
+    /// Session of the request, if the caller names one.
+    pub session: Option<String>,
 }
 
 /// Placement of a request and the handle of its booking.

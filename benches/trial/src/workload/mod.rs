@@ -56,7 +56,7 @@ pub struct Workload {
 }
 
 /// Condition for sending a request.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Arrivals {
     /// The [arrival time](Request::arrival_us), independently of other requests: the behaviour of independent users.
     #[default]
@@ -64,6 +64,27 @@ pub enum Arrivals {
     /// Completion of an earlier request, with this number of requests in flight from the start. Arrival times are
     /// ignored. A slow fleet receives fewer requests, so such a run is not suitable for queueing times.
     Concurrency(NonZeroU32),
+    /// Ends of earlier calls of the same program: [`Link`]s.
+    Causal {
+        /// By request: its place in a program. Calls of a program are adjacent.
+        links: Vec<Link>,
+        /// Number of live programs from the start, each replaced when its last call has ended. None: the first calls have
+        /// arrival times.
+        programs: Option<NonZeroU32>,
+    },
+}
+
+/// Place of a request in a program, that is one task of an agent: a chain or tree of calls with gaps between them.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Link {
+    /// Number of the program.
+    pub program: u32,
+    /// Positions in the workload of the calls that end first, all before this one; empty for the first call.
+    pub after: Vec<u32>,
+    /// Time in µs from the last of these ends to the arrival: tools, or a person.
+    pub gap_us: u64,
+    /// Whether the answer ends the agent's turn, so that a person continues. Otherwise it calls tools.
+    pub is_stop: bool,
 }
 
 /// One request of a workload.
@@ -89,7 +110,7 @@ pub struct Segment {
 }
 
 impl Workload {
-    /// The same requests, arriving `factor` times as fast. A closed loop is unchanged.
+    /// The same requests, arriving `factor` times as fast. Closed loops and gaps within programs are unchanged.
     ///
     /// ```
     /// use pointsman_trial::workload::generate::Generator;

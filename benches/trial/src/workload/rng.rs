@@ -57,6 +57,20 @@ impl Rng {
             whole += 1.0;
         }
     }
+
+    /// Number from the log-normal distribution with this median and this standard deviation of the logarithm.
+    ///
+    /// The normal number is a sum of twelve uniform ones, so it is within 6.
+    pub fn log_normal(&mut self, median: f64, sigma: f64) -> f64 {
+        let normal = (0..12).map(|_| self.number() as f64 / 2_f64.powi(64)).sum::<f64>() - 6.0;
+        median * exp(sigma * normal)
+    }
+}
+
+/// Exponential function by additions and multiplications: (1 + y + y² / 2 + y³ / 6)^1024 with y = x / 1024.
+pub(crate) fn exp(x: f64) -> f64 {
+    let y = x / 1024.0;
+    (0..10).fold(1.0 + y * (1.0 + y / 2.0 * (1.0 + y / 3.0)), |power, _| power * power)
 }
 
 /// Finalizer of SplitMix64: a bijection in which every input bit affects every output bit.
@@ -78,6 +92,18 @@ mod tests {
         };
         assert_eq!(draws(0), draws(0));
         assert_ne!(draws(0), draws(1));
+    }
+
+    #[test]
+    fn log_normal_numbers_have_the_expected_quantiles() {
+        let mut rng = Rng::new(5);
+        let mut drawn: Vec<f64> = (0..100_000).map(|_| rng.log_normal(40.0, 1.5)).collect();
+        drawn.sort_unstable_by(f64::total_cmp);
+        for (at, normal) in [(0.5, 0.0), (0.9, 1.2816), (0.1, -1.2816), (0.99, 2.3263)] {
+            let exact = 40.0 * (1.5_f64 * normal).exp();
+            let found = drawn[(at * 1e5) as usize];
+            assert!((found / exact - 1.0).abs() < 0.08, "{found} for {exact}");
+        }
     }
 
     #[test]

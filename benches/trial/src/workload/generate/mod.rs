@@ -16,6 +16,7 @@ mod documents;
 mod mix;
 mod peer_first;
 mod profile;
+mod programs;
 mod settings;
 mod shared_prefix;
 mod siblings;
@@ -36,6 +37,7 @@ pub use documents::Documents;
 pub use mix::Mix;
 pub use peer_first::PeerFirst;
 pub use profile::{Profile, Varied};
+pub use programs::Programs;
 pub use settings::Span;
 pub use shared_prefix::SharedPrefix;
 pub use siblings::Siblings;
@@ -51,6 +53,7 @@ macro_rules! each {
             Generator::Chat($settings) | Generator::Low($settings) => $result,
             Generator::SharedPrefix($settings) => $result,
             Generator::Agents($settings) => $result,
+            Generator::Programs($settings) => $result,
             Generator::Siblings($settings) => $result,
             Generator::Burst($settings) => $result,
             Generator::PeerFirst($settings) => $result,
@@ -88,6 +91,8 @@ pub enum Generator {
     SharedPrefix(SharedPrefix),
     /// Tool-calling loops.
     Agents(Agents),
+    /// Agent programs whose calls follow the ends of earlier ones.
+    Programs(Programs),
     /// Groups of simultaneous requests with a common prefix.
     Siblings(Siblings),
     /// All requests at time 0.
@@ -109,12 +114,13 @@ pub enum Generator {
 impl Generator {
     /// All generators with their names on the command line, with default settings and a constant rate.
     #[must_use]
-    pub fn all() -> [(&'static str, Self); 11] {
+    pub fn all() -> [(&'static str, Self); 12] {
         [
             ("chat", Self::Chat(Chat::default())),
             ("low", Self::Low(Chat::low())),
             ("shared-prefix", Self::SharedPrefix(SharedPrefix::default())),
             ("agents", Self::Agents(Agents::default())),
+            ("programs", Self::Programs(Programs::default())),
             ("siblings", Self::Siblings(Siblings::default())),
             ("burst", Self::Burst(Burst::default())),
             ("peer-first", Self::PeerFirst(PeerFirst::default())),
