@@ -1,4 +1,4 @@
-//! Sessions: the rank that served the last request of each conversation.
+//! Sessions: the rank that served the last request of each conversation, and the contexts of agents.
 //!
 //! Maps session ids to ranks. A binding is found only under its own id and expires a time to live after its last use.
 //! The table is bounded and evicts the longest idle session first. Time that decreases counts as constant. The caller
@@ -8,67 +8,21 @@
 //! wins at every replica, in any order of arrival: a last-writer-wins register with a Lamport clock (Lamport, Time,
 //! clocks, and the ordering of events, 1978).
 
-use std::collections::{BTreeMap, VecDeque};
-use std::ops::Deref;
-use std::sync::Arc;
+mod context;
+mod id;
+mod working;
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
 use hashbrown::HashTable;
 
 use crate::protocol::{Timestamp, WorkerRank};
 
-/// Invalid length of a session id.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("session id has {length} bytes, must have 1 to {}", SessionId::BYTES_MAX)]
-pub struct SessionIdError {
-    /// Length in bytes.
-    pub length: usize,
-}
-
-/// Session id of 1 to 256 bytes of text. Cheap to clone.
-///
-/// ```
-/// use pointsman::SessionId;
-///
-/// assert_eq!(&*SessionId::new("chat-7")?, "chat-7");
-/// let error = SessionId::new(&"x".repeat(300)).unwrap_err();
-/// assert_eq!(error.to_string(), "session id has 300 bytes, must have 1 to 256");
-/// # Ok::<(), pointsman::internals::session::SessionIdError>(())
-/// ```
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct SessionId(Arc<str>);
-
-impl SessionId {
-    /// Maximum length in bytes.
-    pub const BYTES_MAX: usize = 256;
-
-    /// Validates an id from a caller. An empty id is rejected, because all callers that send one would share a session.
-    ///
-    /// # Errors
-    /// If the id is empty or longer than [`Self::BYTES_MAX`].
-    pub fn new(id: &str) -> Result<Self, SessionIdError> {
-        Self::try_from(Arc::from(id))
-    }
-}
-
-impl TryFrom<Arc<str>> for SessionId {
-    type Error = SessionIdError;
-
-    fn try_from(id: Arc<str>) -> Result<Self, SessionIdError> {
-        match id.len() {
-            1..=Self::BYTES_MAX => Ok(Self(id)),
-            length => Err(SessionIdError { length }),
-        }
-    }
-}
-
-impl Deref for SessionId {
-    type Target = str;
-
-    fn deref(&self) -> &str {
-        &self.0
-    }
-}
+pub use context::Call;
+use context::Context;
+pub use id::{SessionId, SessionIdError};
+pub use working::{Returns, program_key};
 
 /// Version of a binding. The higher one of two replaces the other: the higher number, of equal numbers that of the higher
 /// writer, and of equal versions the one with the higher rank.
@@ -87,7 +41,7 @@ pub struct SessionBinding {
     pub id: SessionId,
     /// Its rank, which may be unknown to the receiver. The binding then has no effect before the rank is registered.
     pub rank: WorkerRank,
-    /// Longest prompt of the session on this rank.
+    /// Context of the session on this rank.
     pub context_tokens: u32,
     /// Version.
     pub version: BindingVersion,
@@ -120,10 +74,9 @@ const NUMBERS_BYTES_MAX: usize = 53;
 /// let (start, hour) = (Timestamp::default(), Duration::from_secs(3600));
 /// let (chat, rank) = (SessionId::new("chat-7")?, WorkerRank::new(WorkerId(3), 0));
 /// let mut sessions = Sessions::new(hour, 65_536);
-/// sessions.bind(&chat, rank, 900, start);
+/// sessions.bind(&chat, rank, start);
 /// assert_eq!(sessions.rank_of(&chat, start + hour / 2), Some(rank)); // a use: the hour begins anew
 /// assert_eq!(sessions.peek(&chat, start + hour), Some(rank)); // not a use
-/// assert_eq!(sessions.context_tokens(&chat), 900);
 /// assert_eq!(sessions.peek(&chat, start + hour * 2), None);
 /// # Ok::<(), pointsman::internals::session::SessionIdError>(())
 /// ```
@@ -147,6 +100,14 @@ pub struct Sessions {
     sequence: u64,
     /// Present once bindings are shared with other replicas.
     sharing: Option<Sharing>,
+    /// Number of agents by program.
+    agents: BTreeMap<u64, u32>,
+    /// Position of the longest idle session of a working set; [`NONE`] if there is none.
+    first_counted: u32,
+    /// Tokens of the working sets, without zeros.
+    working: BTreeMap<WorkerRank, u64>,
+    changed: BTreeSet<WorkerRank>,
+    returns: Returns,
 }
 
 /// State of a table whose bindings are shared.
@@ -171,8 +132,12 @@ struct Sharing {
 struct Session {
     id: SessionId,
     rank: WorkerRank,
-    context_tokens: u32,
+    /// Key of its program; 0 for none.
+    program: u64,
+    context: Context,
     version: BindingVersion,
+    /// Whether its rank counts its context.
+    is_counted: bool,
     /// Whether this process has bound it.
     is_own: bool,
     /// Whether it is among the unsent bindings.
@@ -209,6 +174,11 @@ impl Sessions {
             latest: Timestamp::default(),
             sequence: 0,
             sharing: None,
+            agents: BTreeMap::new(),
+            first_counted: NONE,
+            working: BTreeMap::new(),
+            changed: BTreeSet::new(),
+            returns: Returns::default(),
         }
     }
 
@@ -264,25 +234,27 @@ impl Sessions {
         Some(self.at(self.place_of(id)?).version)
     }
 
-    /// Longest prompt of the session on its rank, which that has cached unless it has evicted it since.
+    /// Context of the session on its rank, which that has cached unless it has evicted it since.
     #[must_use]
     pub fn context_tokens(&self, id: &str) -> u32 {
-        self.place_of(id).map_or(0, |place| self.at(place).context_tokens)
+        self.place_of(id).map_or(0, |place| self.at(place).context.tokens)
     }
 
-    /// Binds the session to a rank, for a prompt of `prompt_tokens`, and replaces an earlier binding. Counts as a use. A full
-    /// table evicts the longest idle session.
-    pub fn bind(&mut self, id: &SessionId, rank: WorkerRank, prompt_tokens: u32, now: Timestamp) {
-        let place = self.use_of(id, now).unwrap_or_else(|| {
-            if self.sessions.len() == self.max {
-                self.remove(self.oldest);
-            }
-            self.add(id, rank, self.latest)
-        });
-        let session = self.at_mut(place);
-        let known_tokens = if session.rank == rank { session.context_tokens } else { 0 };
-        (session.rank, session.context_tokens) = (rank, known_tokens.max(prompt_tokens));
+    /// Binds the session to a rank without a call. Counts as a use. A full table evicts the longest idle session.
+    pub fn bind(&mut self, id: &SessionId, rank: WorkerRank, now: Timestamp) {
+        let place = self.use_of(id, now).unwrap_or_else(|| self.add_new(id, rank));
+        if self.at(place).rank != rank {
+            self.recount(place, |session| (session.rank, session.context) = (rank, Context::default()));
+        }
         self.write(place);
+    }
+
+    /// Adds a session that is not known, and evicts the longest idle one from a full table.
+    fn add_new(&mut self, id: &SessionId, rank: WorkerRank) -> u32 {
+        if self.sessions.len() == self.max {
+            self.remove(self.oldest);
+        }
+        self.add(id, rank, self.latest)
     }
 
     /// Gives the binding at `place` a new own version, above all known ones, and queues it for sending.
@@ -314,8 +286,8 @@ impl Sessions {
     /// };
     /// let (mut one, mut two) = (shared_by(1), shared_by(2));
     /// let (chat, rank) = (SessionId::new("chat-7")?, |worker| WorkerRank::new(WorkerId(worker), 0));
-    /// one.bind(&chat, rank(3), 0, now);
-    /// two.bind(&chat, rank(4), 0, now); // of equal numbers the higher writer wins
+    /// one.bind(&chat, rank(3), now);
+    /// two.bind(&chat, rank(4), now); // of equal numbers the higher writer wins
     /// let (from_one, from_two) = (one.outbound(hour, 8_192, now), two.outbound(hour, 8_192, now));
     /// from_one.iter().for_each(|binding| two.receive(binding, now));
     /// from_two.iter().for_each(|binding| one.receive(binding, now));
@@ -358,9 +330,12 @@ impl Sessions {
                 self.add(id, rank, used)
             }
         };
-        let session = self.at_mut(place);
-        (session.rank, session.context_tokens, session.version) = (rank, context_tokens, version);
-        session.is_own = false;
+        self.recount(place, |session| {
+            if session.rank != rank || session.context.tokens != context_tokens {
+                session.context = session.context.received(context_tokens);
+            }
+            (session.rank, session.version, session.is_own) = (rank, version, false);
+        });
     }
 
     /// Bindings to send to the other replicas: new own ones, and a part of all, own or not, so that each is repeated once
@@ -370,9 +345,9 @@ impl Sessions {
         let Some(mut sharing) = self.sharing.take() else { return Vec::new() };
         let (mut bindings, mut bytes) = (Vec::new(), 0);
         let mut fits = |sessions: &Self, place: u32| {
-            let &Session { ref id, rank, context_tokens, version, used, .. } = sessions.at(place);
+            let &Session { ref id, rank, ref context, version, used, .. } = sessions.at(place);
             let idle = sessions.latest.since(used);
-            let binding = SessionBinding { id: id.clone(), rank, context_tokens, version, idle };
+            let binding = SessionBinding { id: id.clone(), rank, context_tokens: context.tokens, version, idle };
             bytes += binding.bytes_max();
             let fits = bytes <= bytes_max;
             if fits && idle < sessions.ttl {
@@ -413,8 +388,10 @@ impl Sessions {
         sessions.push(Session {
             id: id.clone(),
             rank,
-            context_tokens: 0,
+            program: 0,
+            context: Context::default(),
             version: BindingVersion::default(),
+            is_counted: false,
             is_own: false,
             is_unsent: false,
             used,
@@ -469,11 +446,12 @@ impl Sessions {
     }
 
     /// Forgets expired sessions.
-    fn expire(&mut self, now: Timestamp) {
+    pub(crate) fn expire(&mut self, now: Timestamp) {
         self.latest = self.latest.max(now);
         while self.oldest != NONE && self.latest.since(self.at(self.oldest).used) >= self.ttl {
             self.remove(self.oldest);
         }
+        self.expire_counts();
     }
 
     fn place_of(&self, id: &str) -> Option<u32> {
@@ -490,6 +468,7 @@ impl Sessions {
 
     /// Removes a session from the order of use.
     fn unlink(&mut self, place: u32) {
+        self.end_counting(place);
         let Session { older, newer, used, .. } = *self.at(place);
         let is_in = |place: u32| place != NONE && second(self.at(place).used) == second(used);
         let (is_last, before) = (!is_in(newer), Some(older).filter(|older| is_in(*older)));
@@ -514,6 +493,7 @@ impl Sessions {
         let session = self.at_mut(place);
         (session.older, session.newer, session.used) = (older, newer, used);
         self.point_to(older, place, newer, place);
+        self.begin_counting(place);
     }
 
     /// Makes `after_older` follow `older`, and `before_newer` precede `newer`; [`NONE`] represents the end of the list.
@@ -530,6 +510,7 @@ impl Sessions {
 
     fn remove(&mut self, place: u32) -> Session {
         self.unlink(place);
+        self.set_program(place, 0);
         let hash = self.hasher.hash_one(&*self.at(place).id);
         let entry = self.by_id.find_entry(hash, |known| *known == place).expect("each session is found by its id");
         let _ = entry.remove();
@@ -541,6 +522,9 @@ impl Sessions {
             let (hash, older, newer, used) = (self.hasher.hash_one(&**id), *older, *newer, *used);
             *self.by_id.find_mut(hash, |known| *known == moved).expect("each session is found by its id") = place;
             self.point_to(older, place, newer, place);
+            if self.first_counted == moved {
+                self.first_counted = place;
+            }
             let last = self.sharing.as_mut().and_then(|sharing| sharing.seconds.get_mut(&second(used)));
             if let Some(last) = last.filter(|last| **last == moved) {
                 *last = place;

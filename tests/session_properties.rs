@@ -91,7 +91,7 @@ impl World {
                 let rank = WorkerRank::new(WorkerId(draws.below(6).into()), 0);
                 let session = session(draws.below(SESSIONS));
                 let known = self.replicas[replica].version_of(&session);
-                self.replicas[replica].bind(&session, rank, 0, at(now_ms));
+                self.replicas[replica].bind(&session, rank, at(now_ms));
                 let version = self.replicas[replica].version_of(&session);
                 assert!(version > known, "a new binding exceeds the known one");
             }

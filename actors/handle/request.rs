@@ -92,9 +92,10 @@ impl Prepared {
     pub(super) fn new(preparation: &Preparation<'_>, request: &RouteRequest<'_>) -> Result<Self, RouteError> {
         let Preparation { config, block_size, now, limits, output_lengths, speculates } = *preparation;
         let RouteRequest { prompt, options, .. } = request;
-        let length_keys = LengthKeys::of(options.session_id.as_deref(), options.tenant.as_deref());
+        let mut length_keys = LengthKeys::of(options.session_id.as_deref(), options.tenant.as_deref());
         let usual_output_tokens = || output_lengths.expected(length_keys);
         let resolved = ResolvedOptions::resolve(options, config, usual_output_tokens, now)?;
+        length_keys.program = resolved.as_ref().map_or(0, |resolved| resolved.program);
         let overrides = options.overrides;
         let scheme = HashScheme {
             block_size,

@@ -37,7 +37,7 @@ use crate::queue::{Depth, QueueHeads};
 use crate::replica::ReplicaLife;
 use crate::schedule::{BookNumber, Decision, Effect, Extensions, Input, LiveLoads, LoadAnswer, LoadQuery, Schedule};
 use crate::select::{RankConditions, RankOverlap};
-use crate::session::SessionId;
+use crate::session::{Returns, SessionId};
 use crate::shell::CurrentIncarnation;
 use crate::shell::scheduler::{OpenLoadQuery, SchedulerCells, SchedulerMsg as Msg, SchedulerShell, SequenceHandle};
 use crate::shell::sequence::Book;
@@ -54,6 +54,15 @@ pub struct PendingClass {
     pub depth: Depth,
     /// Time since the arrival of the oldest request.
     pub oldest_age: Option<Duration>,
+}
+
+/// Programs of a pool.
+pub(crate) struct ProgramReport {
+    /// Known programs.
+    pub(crate) programs: usize,
+    pub(crate) returns: Returns,
+    /// Working sets as multiples of a known cache size.
+    pub(crate) working_sets: Vec<(WorkerRank, f64)>,
 }
 
 /// Dependencies of the scheduler.
@@ -233,6 +242,15 @@ impl Scheduler {
         pending.collect()
     }
 
+    /// The programs and working sets.
+    pub(crate) fn programs(&mut self) -> ProgramReport {
+        let now = self.dependencies.clock.now();
+        let schedule = &mut self.shell.decider_mut().schedule;
+        let working_sets = schedule.working_sets(now).collect();
+        let sessions = schedule.sessions_mut();
+        ProgramReport { programs: sessions.programs(), returns: sessions.returns(), working_sets }
+    }
+
     /// The rank of a session, as a use of it.
     pub(crate) fn session_rank(&mut self, session: &SessionId) -> Option<WorkerRank> {
         let now = self.dependencies.clock.now();
@@ -242,7 +260,7 @@ impl Scheduler {
     /// Binds a session without a placement.
     pub(crate) fn bind_session(&mut self, session: &SessionId, rank: WorkerRank) {
         let now = self.dependencies.clock.now();
-        self.shell.decider_mut().schedule.sessions_mut().bind(session, rank, 0, now);
+        self.shell.decider_mut().schedule.sessions_mut().bind(session, rank, now);
     }
 
     /// Applies bindings of sessions from another replica.

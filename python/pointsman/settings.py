@@ -301,6 +301,7 @@ class RequestOptions(TypedDict, total=False):
     do_not_queue: bool
     constraints: Constraints
     session_id: str | None
+    program: str | None
     expected_output_tokens: int | None
     output_tokens_max: int | None
     not_streamed: bool

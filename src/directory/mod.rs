@@ -5,6 +5,7 @@
 
 mod lease;
 
+use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -102,6 +103,18 @@ impl Directory {
     #[must_use]
     pub fn silent(&self, liveness: Duration, now: Timestamp) -> Vec<Arc<Lease>> {
         self.collect(|lease| lease.is_silent(liveness, now))
+    }
+
+    /// Number of programs with a call. Visits every lease.
+    #[must_use]
+    pub fn programs(&self) -> usize {
+        let mut programs = BTreeSet::new();
+        for part in &self.parts {
+            let part = part.lock().unwrap_or_else(PoisonError::into_inner);
+            programs.extend(part.iter().filter_map(|lease| lease.length_keys.get()).map(|keys| keys.program));
+        }
+        programs.remove(&0);
+        programs.len()
     }
 
     fn collect(&self, wanted: impl Fn(&Lease) -> bool) -> Vec<Arc<Lease>> {

@@ -37,11 +37,13 @@ pub struct OutputLengths {
     cells: Box<[AtomicU64]>,
 }
 
-/// Keys for the output length of a request.
+/// Keys of a request for statistics.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LengthKeys {
     session: Option<u64>,
     tenant: Option<u64>,
+    /// Key of the program; 0 for none.
+    pub program: u64,
 }
 
 impl LengthKeys {
@@ -49,7 +51,7 @@ impl LengthKeys {
     #[must_use]
     pub fn of(session: Option<&str>, tenant: Option<&str>) -> Self {
         let key = |name: &str, seed| xxh3_64_with_seed(name.as_bytes(), seed);
-        Self { session: session.map(|name| key(name, 1)), tenant: tenant.map(|name| key(name, 2)) }
+        Self { session: session.map(|name| key(name, 1)), tenant: tenant.map(|name| key(name, 2)), program: 0 }
     }
 
     /// Whether there is no key.

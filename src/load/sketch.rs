@@ -64,6 +64,12 @@ impl PromptFingerprint {
         self.block_count
     }
 
+    /// Whether the first blocks of both prompts are probably equal, up to 128 or the end of the shorter prompt.
+    pub(crate) fn agrees_with(&self, other: &Self) -> bool {
+        let levels = usize::from(self.levels.min(other.levels));
+        levels > 0 && self.bits[..levels] == other.bits[..levels]
+    }
+
     /// Its bit in each level that it is long enough for.
     pub(crate) fn bits(&self) -> &[u8] {
         &self.bits[..usize::from(self.levels)]

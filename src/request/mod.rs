@@ -164,8 +164,10 @@ pub struct RequestOptions {
     pub do_not_queue: bool,
     /// Ranks that may serve the request, and preferences among them.
     pub constraints: Constraints,
-    /// Session id, 1 to 256 bytes: see `session.affinity`.
+    /// Session id, 1 to 256 bytes: see `session.affinity`. Each agent of a program has a session of its own.
     pub session_id: Option<Arc<str>>,
+    /// Program of the session, any text: the task that its agents share. Default: a program of one agent.
+    pub program: Option<Arc<str>>,
     /// Forecast of the length of an output in tokens. It replaces the mean that the router has learned for the request's
     /// session, tenant or pool. The tower layer also derives the decay of the output blocks from it.
     pub expected_output_tokens: Option<u32>,

@@ -5,7 +5,7 @@ use crate::error::RouteError;
 use crate::protocol::Timestamp;
 use crate::queue::{TenantKey, UnknownClass};
 use crate::schedule::{Rejection, ResolvedOptions, ResolvedTargets};
-use crate::session::SessionId;
+use crate::session::{SessionId, program_key};
 
 use super::RequestOptions;
 
@@ -60,6 +60,7 @@ impl ResolvedOptions {
             constraints: options.constraints.clone(),
             lora_name: options.lora_name.clone().filter(|name| !name.is_empty()),
             session_id: options.session_id.clone().map(SessionId::try_from).transpose()?,
+            program: options.session_id.as_ref().map_or(0, |id| program_key(options.program.as_ref().unwrap_or(id))),
             expected_output_tokens: options.expected_output_tokens,
             usual_output_tokens: usual_output_tokens(),
             output_tokens_max: options.output_tokens_max,
@@ -112,6 +113,7 @@ fn is_default(options: &RequestOptions) -> bool {
         do_not_queue,
         constraints,
         session_id,
+        program: _, // without effect unless there is a session
         expected_output_tokens,
         output_tokens_max,
         further_prompt_tokens: _,

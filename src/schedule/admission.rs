@@ -11,7 +11,7 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use super::eligible::EligibilityInputs;
 use super::pending::longest_blocks;
-use super::{Effect, LoadView, PendingRequest, Purpose, Rejection, Request, Schedule, Target};
+use super::{Effect, LoadView, PendingRequest, Purpose, Rejection, Request, ResolvedOptions, Schedule, Target};
 use crate::config::SessionAffinity;
 use crate::protocol::{BookingId, Timestamp, WorkerRank};
 use crate::queue::{Backpressure, ClassId, Depth, LaneKey, QueueEntry, TenantKey};
@@ -34,6 +34,7 @@ impl<T> PendingRequest<T> {
             prompt_tokens: self.request.prompt_tokens,
             options: self.request.options.as_deref(),
             session: self.session,
+            begins: self.begins,
             class: self.class,
         }
     }
@@ -65,6 +66,7 @@ impl<T> Schedule<T> {
             longest_blocks: longest_blocks(&request.overlaps),
             request,
             session,
+            begins: false,
             class: None,
             overlaps_at: None,
             cancelled: false,
@@ -111,6 +113,8 @@ impl<T> Schedule<T> {
 
     /// Reads the state of all loads on which the next batch decides.
     pub(super) fn prepare<V: LoadView>(&mut self, loads: &V, effects: &mut VecDeque<Effect<T>>) {
+        self.pool.ranks.take_working_changes();
+        self.update_working_sets();
         let pool = &mut self.pool;
         pool.ranks.refresh(loads, pool.now);
         if self.learns_typical
@@ -135,8 +139,31 @@ impl<T> Schedule<T> {
         effects: &mut VecDeque<Effect<T>>,
     ) -> VecDeque<PendingRequest<T>> {
         let mut batch = self.take_batch(loads, effects);
-        batch.iter_mut().for_each(|pending| self.credit_session(pending, loads));
+        for pending in &mut batch {
+            self.credit_session(pending, loads);
+            pending.begins = self.begins(pending);
+        }
         batch
+    }
+
+    /// Whether the program of a request has to begin on some rank, because none holds half of the prompt: a shorter match is
+    /// probably a system prompt.
+    fn begins(&self, pending: &PendingRequest<T>) -> bool {
+        let settings = &self.active.settings;
+        let is_program = |options: &ResolvedOptions| {
+            options.session_id.is_some() && options.overrides.overlap_score_credit != Some(0.0)
+        };
+        settings.pool.counts_overlap
+            && settings.rules.session_affinity != SessionAffinity::Off
+            && pending.request.options.as_deref().is_some_and(is_program)
+            && pending.held_blocks() < pending.fingerprint.block_count() / 2
+    }
+
+    /// Copies changed working sets to the ranks.
+    pub(super) fn update_working_sets(&mut self) {
+        for rank in self.sessions.take_changed() {
+            self.pool.ranks.set_working_tokens(rank, self.sessions.working_tokens(rank));
+        }
     }
 
     fn take_batch<V: LoadView>(&mut self, loads: &V, effects: &mut VecDeque<Effect<T>>) -> VecDeque<PendingRequest<T>> {
@@ -403,7 +430,8 @@ impl<T> Schedule<T> {
         let Some(pending) = self.queue.get(booking.0) else { return };
         let (number, prompt_tokens) = (pending.number, pending.request.prompt_tokens);
         let (options, session, class) = (pending.request.options.clone(), pending.session, pending.class);
-        let inputs = EligibilityInputs { number, prompt_tokens, options: options.as_deref(), session, class };
+        let (options, begins) = (options.as_deref(), pending.begins);
+        let inputs = EligibilityInputs { number, prompt_tokens, options, session, begins, class };
         let cached_tokens = self.best_cached_tokens(inputs, &overlaps);
         if let Some(pending) = self.queue.get_mut(booking.0) {
             pending.longest_blocks = longest_blocks(&overlaps);

@@ -6,12 +6,13 @@ use super::appraisal::ShadowReport;
 use super::choice::Choice;
 use super::progress::{Progress, Verdict};
 use super::search::Search;
-use super::{Effect, LoadView, PendingRequest, PotentialLoad, Purpose, Schedule};
+use super::{Effect, LoadView, PendingRequest, PotentialLoad, Purpose, Request, ResolvedOptions, Schedule};
 use crate::config::SessionAffinity;
 use crate::load::{PrefillLoadHint, SpeedCell};
 use crate::policy::Needs;
-use crate::protocol::Slot;
+use crate::protocol::{Slot, WorkerRank};
 use crate::select::Filter;
+use crate::session::Call;
 
 impl<T> Schedule<T> {
     /// Ranks whose exact load these requests need, in slot order. Also returns the search if its bounds or contenders apply
@@ -151,11 +152,8 @@ impl<T> Schedule<T> {
             self.pool.ranks.age();
             self.active.case(&self.pool, &pending, in_batch, loads).explanation(Ok(decision.rank))
         });
-        let remembers = self.active.settings.rules.session_affinity != SessionAffinity::Off;
-        if let Some(session_id) =
-            request.options.as_ref().and_then(|options| options.session_id.as_ref()).filter(|_| remembers)
-        {
-            self.sessions.bind(session_id, decision.rank, request.prompt_tokens, self.pool.now);
+        if self.active.settings.rules.session_affinity != SessionAffinity::Off {
+            self.remember(&pending, decision.rank);
         }
         let pool = &mut self.pool;
         let number = pool.ranks.book(position, pending.candidate(in_batch), decision.prefill_load);
@@ -169,6 +167,18 @@ impl<T> Schedule<T> {
         }
         pool.turns += 1;
         Effect::Book { context: pending.request.context, decision, number, trace, shadow }
+    }
+
+    /// Remembers the rank and the context of the request's session.
+    fn remember(&mut self, pending: &PendingRequest<T>, rank: WorkerRank) {
+        let Request { options, prompt, prompt_tokens, .. } = &pending.request;
+        let Some(ResolvedOptions { session_id: Some(id), program, .. }) = options.as_deref() else { return };
+        let held_blocks = pending.held_blocks();
+        let held_tokens = held_blocks.saturating_mul(self.active.settings.pool.block_size);
+        let (program, fingerprint, prompt_tokens) = (*program, pending.fingerprint, *prompt_tokens);
+        let call = Call { program, prompt, fingerprint, prompt_tokens, held_blocks, held_tokens };
+        self.sessions.call(id, rank, &call, self.pool.now);
+        self.update_working_sets();
     }
 
     fn load_snapshot<V: LoadView>(&mut self, in_batch: usize, loads: &V, pending: PendingRequest<T>) -> Effect<T> {

@@ -84,6 +84,8 @@ pub(super) struct EligibilityInputs<'a> {
     pub(super) options: Option<&'a ResolvedOptions>,
     /// Last rank of its session.
     pub(super) session: Option<WorkerRank>,
+    /// Whether its program begins: the last rank of its session holds little of it.
+    pub(super) begins: bool,
     /// Class whose busy ranks it avoids.
     pub(super) class: Option<ClassId>,
 }
@@ -314,7 +316,11 @@ impl Rules {
 
     fn weigh(&self, ranks: &Ranks, inputs: EligibilityInputs<'_>, eligibility: &mut Eligibility) {
         let liked = inputs.options.filter(|options| !options.constraints.preferred_taints.is_empty());
-        let session = inputs.session.filter(|_| self.session_affinity == SessionAffinity::Soft);
+        let traits_of = |bound| Some(&ranks.as_slice()[ranks.position(bound)?].about.traits);
+        let goes_by_room =
+            |bound| inputs.begins && traits_of(bound).is_some_and(|traits| traits.total_kv_blocks.is_some());
+        let is_soft = self.session_affinity == SessionAffinity::Soft;
+        let session = inputs.session.filter(|bound| is_soft && !goes_by_room(*bound));
         if liked.is_none() && session.is_none() && self.slow_start.is_none() && !ranks.any_returning() {
             return;
         }

@@ -139,6 +139,7 @@ mod tests {
             fingerprint: PromptFingerprint::unshared(),
             request,
             session: None,
+            begins: false,
             class: None,
             longest_blocks: 0,
             overlaps_at: None,

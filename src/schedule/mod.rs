@@ -65,7 +65,7 @@ pub use types::{
 
 use crate::config::RouterConfig;
 use crate::load::{EngineSpeed, PlacementRate};
-use crate::protocol::{BookingId, Timestamp};
+use crate::protocol::{BookingId, Timestamp, WorkerRank};
 use crate::queue::Queue;
 use crate::session::Sessions;
 
@@ -253,6 +253,16 @@ impl<T> Schedule<T> {
     /// The remembered sessions, to share them with other replicas.
     pub fn sessions_mut(&mut self) -> &mut Sessions {
         &mut self.sessions
+    }
+
+    /// Working sets of ranks with known capacity, as multiples of it.
+    pub fn working_sets(&mut self, now: Timestamp) -> impl Iterator<Item = (WorkerRank, f64)> {
+        self.sessions.expire(now);
+        let (sessions, block_size) = (&self.sessions, self.active.settings.pool.block_size);
+        self.pool.ranks.as_slice().iter().filter_map(move |rank| {
+            let capacity = f64::from(rank.about.traits.total_kv_blocks?) * f64::from(block_size);
+            Some((rank.rank, sessions.working_tokens(rank.rank) as f64 / capacity))
+        })
     }
 
     fn on_membership<V: LoadView>(&mut self, input: Input<T>, loads: &V, effects: &mut VecDeque<Effect<T>>) {

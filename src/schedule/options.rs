@@ -37,6 +37,8 @@ pub struct ResolvedOptions {
     pub lora_name: Option<Arc<str>>,
     /// Session.
     pub session_id: Option<SessionId>,
+    /// Key of its program.
+    pub program: u64,
     /// Output tokens expected by the caller.
     pub expected_output_tokens: Option<u32>,
     /// Mean output tokens of its session or tenant, if known.

@@ -15,6 +15,8 @@ pub(super) struct PendingRequest<T> {
     pub(super) request: Request<T>,
     /// Last rank of its session at its last evaluation.
     pub(super) session: Option<WorkerRank>,
+    /// Whether its program has to begin somewhere: no rank holds half of the prompt.
+    pub(super) begins: bool,
     /// Class whose busy ranks it avoids; absent for requests that never wait.
     pub(super) class: Option<ClassId>,
     /// Longest overlap of a rank, in device blocks.
@@ -39,6 +41,11 @@ impl<T> PendingRequest<T> {
             fingerprint: &self.fingerprint,
             in_batch,
         }
+    }
+
+    /// Longest overlap of a rank over all tiers, in blocks.
+    pub(super) fn held_blocks(&self) -> u32 {
+        self.request.overlaps.iter().map(|known| known.overlap.total_blocks()).max().unwrap_or(0)
     }
 
     /// Of the blocks that an active request of a rank shares, those that count as cached there. A prefix that another rank

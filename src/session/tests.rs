@@ -3,7 +3,9 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::protocol::WorkerId;
+use crate::hashing::sequence_hashes;
+use crate::load::PromptBlocks;
+use crate::protocol::{BlockHash, WorkerId};
 
 const TTL: u64 = 100;
 
@@ -32,10 +34,30 @@ fn full_table_stays_below_512_bytes_per_session() {
         let mut sessions = sessions(max);
         for n in 0..2 * max {
             let id = SessionId::new(&format!("{n:0>256}")).expect("maximum length");
-            sessions.bind(&id, rank(1), 0, Timestamp(0));
+            sessions.bind(&id, rank(1), Timestamp(0));
         }
         assert!(sessions.bytes() <= 512 * max as usize, "{} bytes for {max} sessions", sessions.bytes());
     }
+}
+
+/// Checks the sums.
+fn check_working(sessions: &Sessions) {
+    let (mut sums, mut agents) = (BTreeMap::new(), BTreeMap::new());
+    let (mut place, mut is_counted) = (sessions.oldest, false);
+    while place != NONE {
+        let session = sessions.at(place);
+        is_counted |= place == sessions.first_counted;
+        assert_eq!(session.is_counted, is_counted, "the counted sessions are the last ones");
+        if is_counted && session.context.own_tokens() > 0 {
+            *sums.entry(session.rank).or_default() += u64::from(session.context.own_tokens());
+        }
+        if session.program != 0 {
+            *agents.entry(session.program).or_default() += 1;
+        }
+        place = session.newer;
+    }
+    assert_eq!((&sessions.working, &sessions.agents), (&sums, &agents), "working sets and agents");
+    assert!(is_counted || sessions.first_counted == NONE);
 }
 
 #[derive(Clone, Debug)]
@@ -43,6 +65,7 @@ enum SessionOp {
     RankOf(u64),
     Peek(u64),
     Bind(u64, u64),
+    Call(u64, u64, u32),
     Forget(u64),
     ForgetRank(u64),
     Time(i64),
@@ -54,6 +77,7 @@ fn step() -> impl Strategy<Value = SessionOp> {
         3 => name.clone().prop_map(SessionOp::RankOf),
         2 => name.clone().prop_map(SessionOp::Peek),
         4 => (name.clone(), worker.clone()).prop_map(|(name, worker)| SessionOp::Bind(name, worker)),
+        3 => (name.clone(), worker.clone(), 0..900u32).prop_map(|(name, worker, tokens)| SessionOp::Call(name, worker, tokens)),
         1 => name.prop_map(SessionOp::Forget),
         1 => worker.prop_map(SessionOp::ForgetRank),
         3 => (-30..80i64).prop_map(SessionOp::Time),
@@ -101,8 +125,14 @@ proptest! {
                 }
                 SessionOp::Bind(name, worker) => {
                     latest = latest.max(clock);
-                    sessions.bind(&id(name), rank(worker), 0, now);
+                    sessions.bind(&id(name), rank(worker), now);
                     model.bind(name, rank(worker), latest, max as usize);
+                }
+                SessionOp::Call(name, worker, tokens) => {
+                    latest = latest.max(clock);
+                    sessions.call(&id(name), rank(worker), &call(name % 3, &PromptBlocks::Counted(1), tokens, 0), now);
+                    let bound = sessions.peek(&id(name), now).expect("it is bound");
+                    model.bind(name, bound, latest, max as usize);
                 }
                 SessionOp::Forget(name) => {
                     sessions.forget(&id(name));
@@ -115,6 +145,7 @@ proptest! {
                 SessionOp::Time(by) => clock = clock.saturating_add_signed(by),
             }
             sessions.check_invariants();
+            check_working(&sessions);
         }
         for name in 0..8 {
             prop_assert_eq!(sessions.peek(&id(name), Timestamp(clock)), model.find(name, latest.max(clock)));
@@ -142,16 +173,17 @@ fn all(sessions: &mut Sessions, now: Timestamp) -> Vec<SessionBinding> {
 fn exchange(from: &mut Sessions, to: &mut Sessions, now: Timestamp) {
     all(from, now).iter().for_each(|binding| to.receive(binding, now));
     to.check_invariants();
+    check_working(to);
 }
 
 #[test]
 fn new_bindings_are_sent_once_and_all_are_repeated_within_the_period() {
     let mut one = shared(1, 0, 100);
     let period = Duration::from_secs(10);
-    (0..20).for_each(|n| one.bind(&id(n), rank(n), 0, at(0)));
+    (0..20).for_each(|n| one.bind(&id(n), rank(n), at(0)));
     assert_eq!(one.outbound(period, usize::MAX, at(0)).len(), 20);
     assert_eq!(one.outbound(period, usize::MAX, at(0)).len(), 0);
-    one.bind(&id(1), rank(9), 0, at(0));
+    one.bind(&id(1), rank(9), at(0));
     assert_eq!(one.outbound(period, usize::MAX, at(0)).len(), 1);
     let mut repeated = std::collections::BTreeSet::new();
     for seconds in 1..=10 {
@@ -165,7 +197,7 @@ fn new_bindings_are_sent_once_and_all_are_repeated_within_the_period() {
 #[test]
 fn messages_are_bounded_and_later_ones_have_the_rest() {
     let mut one = shared(1, 0, 100);
-    (0..20).for_each(|n| one.bind(&id(n), rank(n), 0, at(0)));
+    (0..20).for_each(|n| one.bind(&id(n), rank(n), at(0)));
     let mut sent = 0;
     while let bindings @ [_, ..] = &*one.outbound(Duration::from_secs(10), 200, at(0)) {
         assert!(bindings.iter().map(SessionBinding::bytes_max).sum::<usize>() <= 200);
@@ -177,11 +209,11 @@ fn messages_are_bounded_and_later_ones_have_the_rest() {
 #[test]
 fn idle_time_continues_at_other_replicas() {
     let (mut one, mut two) = (shared(1, 0, 8), shared(2, 0, 8));
-    one.bind(&id(1), rank(1), 0, at(0));
+    one.bind(&id(1), rank(1), at(0));
     exchange(&mut one, &mut two, at(99));
     assert_eq!(two.peek(&id(1), at(99)), Some(rank(1)));
     assert_eq!((two.rank_of(&id(1), at(100)), two.len()), (None, 0));
-    one.bind(&id(2), rank(1), 0, at(100));
+    one.bind(&id(2), rank(1), at(100));
     let late = all(&mut one, at(200));
     assert_eq!(late, [], "an expired binding is not sent");
 }
@@ -190,8 +222,8 @@ fn idle_time_continues_at_other_replicas() {
 fn a_full_table_keeps_the_latest_uses_of_all_replicas() {
     let (mut one, mut two) = (shared(1, 0, 4), shared(2, 0, 4));
     for n in 0..4 {
-        one.bind(&id(n), rank(1), 0, at(2 * n));
-        two.bind(&id(10 + n), rank(2), 0, at(2 * n + 1));
+        one.bind(&id(n), rank(1), at(2 * n));
+        two.bind(&id(10 + n), rank(2), at(2 * n + 1));
     }
     exchange(&mut one, &mut two, at(10));
     exchange(&mut two, &mut one, at(10));
@@ -206,12 +238,74 @@ fn a_full_table_keeps_the_latest_uses_of_all_replicas() {
 fn a_table_that_is_not_shared_neither_sends_nor_receives() {
     let mut alone = Sessions::new(Duration::from_secs(100), 8);
     let mut other = shared(2, 0, 8);
-    other.bind(&id(1), rank(1), 0, at(0));
+    other.bind(&id(1), rank(1), at(0));
     exchange(&mut other, &mut alone, at(0));
-    alone.bind(&id(2), rank(2), 0, at(1));
+    alone.bind(&id(2), rank(2), at(1));
     assert_eq!((alone.len(), all(&mut alone, at(2))), (1, vec![]));
     alone.share_as(1, 50);
     let version = BindingVersion { sequence: 51, writer: 1 };
     assert_eq!(all(&mut alone, at(2)).iter().map(|binding| binding.version).collect::<Vec<_>>(), [version]);
     alone.check_invariants();
+}
+
+/// A call with a prompt of hashes or of counted blocks, of which a rank holds `held_blocks` of 10 tokens.
+fn call(program: u64, prompt: &PromptBlocks, prompt_tokens: u32, held_blocks: u32) -> Call<'_> {
+    let (fingerprint, held_tokens) = (prompt.fingerprint(), held_blocks * 10);
+    Call { program, prompt, fingerprint, prompt_tokens, held_blocks, held_tokens }
+}
+
+/// A prompt of `blocks` blocks, of which the first `common` are those of all families.
+fn prompt(family: u64, common: usize, blocks: usize) -> PromptBlocks {
+    let block = |n: usize| BlockHash(crate::test_support::mix(n as u64 ^ if n < common { 0 } else { family << 32 }));
+    PromptBlocks::Hashed(sequence_hashes(&(0..blocks).map(block).collect::<Vec<_>>()))
+}
+
+/// Calls of an agent, as blocks of its prompt, the family of these, and the time in seconds. Returns the tokens of its
+/// context after each.
+fn contexts(calls: &[(usize, u64, u64)]) -> Vec<u32> {
+    let mut sessions = Sessions::new(Duration::from_secs(3_600), 9);
+    let after = |&(blocks, family, seconds): &(usize, u64, u64)| {
+        let prompt = prompt(family, 2, blocks);
+        sessions.call(&id(1), rank(1), &call(1, &prompt, blocks as u32 * 10, 0), at(seconds));
+        check_working(&sessions);
+        sessions.context_tokens(&id(1))
+    };
+    calls.iter().map(after).collect()
+}
+
+#[test]
+fn auxiliary_calls_keep_the_context_and_compactions_replace_it() {
+    let grows = [(100, 1, 0), (120, 1, 5), (118, 1, 9), (60, 1, 12)];
+    assert_eq!(contexts(&grows), [1_000, 1_200, 1_180, 600]);
+    let titles = [(100, 1, 0), (9, 2, 1), (8, 3, 2), (110, 1, 9), (9, 2, 10), (120, 1, 100)];
+    assert_eq!(contexts(&titles), [1_000, 1_000, 1_000, 1_100, 1_100, 1_200]);
+    let compacted = [(200, 1, 0), (20, 1, 9), (22, 1, 12)];
+    assert_eq!(contexts(&compacted), [2_000, 200, 220], "it begins like the context");
+    let replaced = [(200, 1, 0), (20, 2, 20), (22, 2, 40), (25, 2, 45)];
+    assert_eq!(contexts(&replaced), [2_000, 2_000, 220, 250], "the second short call after half a minute");
+}
+
+#[test]
+fn working_sets_follow_the_newest_contexts() {
+    let mut sessions = Sessions::new(Duration::from_secs(3_600), 9);
+    let place = |sessions: &mut Sessions, agent, to, blocks: usize, held, seconds| {
+        let prompt = prompt(agent, 5, blocks);
+        sessions.call(&id(agent), rank(to), &call(agent / 2 + 1, &prompt, blocks as u32 * 10, held), at(seconds));
+        check_working(sessions);
+        [1, 2].map(|worker| sessions.working_tokens(rank(worker)))
+    };
+    assert_eq!(place(&mut sessions, 1, 1, 20, 0, 0), [200, 0]);
+    assert_eq!(place(&mut sessions, 2, 1, 15, 5, 1), [300, 0], "five blocks are those of the first agent");
+    assert_eq!(place(&mut sessions, 2, 2, 30, 5, 2), [200, 250], "ten were evicted");
+    assert_eq!(
+        (sessions.programs(), sessions.returns()),
+        (2, Returns { calls: 1, held_blocks: 5, evicted_blocks: 10 })
+    );
+    assert_eq!(place(&mut sessions, 3, 2, 10, 5, 250), [200, 300]);
+    assert_eq!(place(&mut sessions, 2, 2, 31, 30, 301), [0, 310], "the first agent is idle");
+    assert_eq!(sessions.returns(), Returns { calls: 2, held_blocks: 35, evicted_blocks: 10 });
+    assert_eq!((sessions.programs(), sessions.forget_rank(rank(2))), (2, 2));
+    assert_eq!((sessions.programs(), sessions.working_tokens(rank(2))), (1, 0));
+    let (now, restarted) = (Returns { calls: 9, ..Returns::default() }, Returns { calls: 2, ..Returns::default() });
+    assert_eq!((now.since(restarted).calls, restarted.since(now).calls), (7, 2));
 }

@@ -25,8 +25,8 @@ const CONTENDER_FACTOR: f64 = 0.98;
 /// delays the decision. Choices of a busy fleet of 512 ranks were equal at 0.9 and 1.0, with a sixth of the queries.
 const QUERY_FACTOR: f64 = 0.9;
 
-/// Attempts to find an idle rank that ties with the lowest cost.
-const IDLE_TIES_MAX: usize = 4;
+/// Attempts to find a rank that ties with the lowest cost.
+const TIES_TRIED_MAX: usize = 4;
 
 /// The ranks that may win a request.
 #[derive(Debug, Default)]
@@ -84,12 +84,13 @@ impl LatencySearch {
         let ranks = case.ranks().as_slice();
         let costs = self.found.iter().map(|known| (known.position, ranks[known.position].rank, known.bounds.hi));
         let Some(cheapest) = case.draw().cheapest(costs) else { return case.drawn(eligibility) };
-        if ranks[cheapest].requests() > 0 {
+        let begins = case.begins_by_room(cheapest);
+        if ranks[cheapest].requests() > 0 && !begins {
             return Choice::Rank(cheapest);
         }
         let least = self.least_hi();
         let cached_tokens = case.own_hit(self.cached_tokens_at(case, cheapest));
-        Choice::Rank(self.idle_tie(case, eligibility, least, cached_tokens).unwrap_or(cheapest))
+        Choice::Rank(self.tie(case, eligibility, (least, cached_tokens), begins).unwrap_or(cheapest))
     }
 
     /// Forgets the last request.
@@ -243,28 +244,31 @@ impl LatencySearch {
     }
 
     /// The idle rank with the least recent work among those that tie with the lowest cost `least` and have no fewer than
-    /// `cached_tokens` cached, so that neither load nor a hit is traded for an even distribution.
-    fn idle_tie<T, V: LoadView>(
+    /// `cached_tokens` cached, so that neither load nor a hit is traded for an even distribution. If a program `begins`, the
+    /// rank with the most room for it, idle or not.
+    fn tie<T, V: LoadView>(
         &mut self,
         case: &Case<'_, T, V>,
         eligibility: &Eligibility,
-        least: f64,
-        cached_tokens: u32,
+        (least, cached_tokens): (f64, u32),
+        begins: bool,
     ) -> Option<usize> {
         let columns = case.ranks().columns()?;
         let most = least * case.settings.tie_factor;
         let most_bound = f32::of(GroupCost::limit(most));
         let draw = case.draw();
-        let mut tried: SmallVec<[usize; IDLE_TIES_MAX]> = SmallVec::new();
-        while tried.len() < IDLE_TIES_MAX {
+        let mut tried: SmallVec<[usize; TIES_TRIED_MAX]> = SmallVec::new();
+        while tried.len() < TIES_TRIED_MAX {
             let groups = columns.groups().iter().zip(&self.bounds).enumerate();
             let ties = groups.flat_map(|(group, (loads, (bounds, _)))| {
-                let is_tie = move |lane: &usize| bounds[*lane] <= most_bound && loads.requests[*lane] == 0.0;
+                let is_tie =
+                    move |lane: &usize| bounds[*lane] <= most_bound && (begins || loads.requests[*lane] == 0.0);
                 (0..RankGroup::RANKS).filter(is_tie).map(move |lane| group * RankGroup::RANKS + lane)
             });
             let key = |position: usize| draw.key(case.ranks().as_slice()[position].rank);
             let position = ties.filter(|position| !tried.contains(position)).min_by(|a, b| {
-                let order = columns.recent_work(*a).order(columns.recent_work(*b));
+                let order = case.order_by_room(begins, *a, *b);
+                let order = order.then_with(|| columns.recent_work(*a).order(columns.recent_work(*b)));
                 order.then_with(|| key(*a).cmp(&key(*b)))
             })?;
             if self.add(case, eligibility, position) <= most && self.cached_tokens_at(case, position) >= cached_tokens {

@@ -62,7 +62,7 @@ impl Rank {
 }
 
 recorded! {
-    About { traits, aged_speed, since, slow_start_factor, returned_at, return_factor, recent_work }
+    About { traits, aged_speed, since, slow_start_factor, returned_at, return_factor, recent_work, working_tokens }
     WorkerRank { worker, rank }
     EngineSpeed { work_tokens_per_second, step_seconds, request_seconds, block_seconds }
     RankLoad { active_blocks, read_blocks, prefill_tokens, requests }

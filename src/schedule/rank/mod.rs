@@ -74,6 +74,8 @@ pub(super) struct About {
     pub(super) return_factor: f64,
     /// Recent work of its bookings.
     pub(super) recent_work: RecentWork,
+    /// Tokens of the contexts of its programs.
+    pub(super) working_tokens: u64,
 }
 
 impl About {
@@ -147,6 +149,7 @@ impl Rank {
                 returned_at,
                 return_factor,
                 recent_work: RecentWork::default(),
+                working_tokens: 0,
             }),
             issued: seen.applied,
             measured: Measured::default(),

@@ -50,6 +50,8 @@ pub(super) struct Ranks {
     touched: Vec<Slot>,
     /// Time of the last refresh.
     refreshed_at: Timestamp,
+    /// Slots whose working sets have changed since they were last taken.
+    working_changes: Vec<Slot>,
 }
 
 impl Ranks {
@@ -72,6 +74,7 @@ impl Ranks {
             follows_decay,
             touched: Vec::new(),
             refreshed_at: Timestamp::default(),
+            working_changes: Vec::new(),
         }
     }
 
@@ -137,6 +140,19 @@ impl Ranks {
         self.statuses[position] = RankStatus { draining, unresponsive, ..RankStatus::default() };
         self.index();
         self.apply_conditions();
+    }
+
+    /// Sets the working set of a rank.
+    pub(super) fn set_working_tokens(&mut self, rank: WorkerRank, tokens: u64) {
+        let Some(position) = self.position(rank) else { return };
+        let rank = &mut self.all[position];
+        rank.about.working_tokens = tokens;
+        self.working_changes.push(rank.slot());
+    }
+
+    /// Slots whose working sets have changed since the last call.
+    pub(super) fn take_working_changes(&mut self) -> Vec<Slot> {
+        std::mem::take(&mut self.working_changes)
     }
 
     pub(super) fn describe(&mut self, slot: Slot, generation: Generation, traits: Arc<RankTraits>) {

@@ -95,6 +95,8 @@ pub(super) mod entry {
     pub(crate) const DECIDING: u8 = 5;
     pub(crate) const OUTCOME: u8 = 6;
     pub(crate) const DECIDED: u8 = 7;
+    /// Working sets of ranks.
+    pub(crate) const WORKING: u8 = 8;
     pub(crate) const BOARD: u8 = 16;
     pub(crate) const SPEED: u8 = 17;
     pub(crate) const HELD_BLOCKS: u8 = 18;

@@ -85,6 +85,7 @@ impl<T> Recorder<T> {
                     });
                 }
             }
+            self.record_working(&mut schedule.pool);
         }
     }
 
@@ -130,6 +131,7 @@ impl<T> Recorder<T> {
                     fingerprint: &pending.fingerprint,
                     request: &pending.request,
                     session: pending.session,
+                    begins: pending.begins,
                     class: pending.class,
                     parent: parent_of(in_batch, requests),
                 };
@@ -166,6 +168,22 @@ impl<T> Recorder<T> {
                 slot.put(to);
                 load.put(to);
                 shared_blocks.put(to);
+            }
+        });
+    }
+
+    /// Writes the working sets that have changed.
+    fn record_working(&self, pool: &mut Pool) {
+        let changes = pool.ranks.take_working_changes();
+        if changes.is_empty() {
+            return;
+        }
+        let changed = || changes.iter().filter_map(|slot| Some((*slot, pool.ranks.position_in(*slot)?)));
+        self.tape.write(|to, _| {
+            to.push(entry::WORKING);
+            put_number(to, changed().count() as u64);
+            for (slot, position) in changed() {
+                (slot, pool.ranks.as_slice()[position].about.working_tokens).put(to);
             }
         });
     }

@@ -189,6 +189,7 @@ impl Replay {
                     self.in_flight.clear();
                     Some(())
                 }
+                Some(entry::WORKING) => self.read_working(&mut from),
                 Some(kind) => self.loads.apply(kind, &mut from),
                 None => None,
             };
@@ -257,6 +258,16 @@ impl Replay {
         schedule.pool.ranks.read_statuses(from)
     }
 
+    fn read_working(&mut self, from: &mut Reader<'_>) -> Option<()> {
+        let ranks = &mut self.schedule.as_mut()?.pool.ranks;
+        for _ in 0..from.length()? {
+            let (slot, tokens) = Recorded::read(from)?;
+            let rank = ranks.as_slice()[ranks.position_in(slot)?].rank;
+            ranks.set_working_tokens(rank, tokens);
+        }
+        Some(())
+    }
+
     fn read_batch(&mut self, from: &mut Reader<'_>) -> Option<()> {
         let schedule = self.schedule.as_mut()?;
         self.in_flight.clear();
@@ -273,7 +284,7 @@ impl Replay {
                     .position_in(slot)
                     .map(|position| schedule.pool.ranks.as_slice()[position].generation)
             };
-            let RecordedRequest { number, fingerprint, request, session, class } =
+            let RecordedRequest { number, fingerprint, request, session, begins, class } =
                 RecordedRequest::read(from, &mut self.last, prompt_at, generation_in, &mut blocks_left)?;
             let (overlaps_at, cancelled) = (None, false);
             self.in_flight.push_back(PendingRequest {
@@ -282,6 +293,7 @@ impl Replay {
                 longest_blocks: longest_blocks(&request.overlaps),
                 request,
                 session,
+                begins,
                 class,
                 overlaps_at,
                 cancelled,

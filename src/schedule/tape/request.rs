@@ -19,6 +19,7 @@ pub(super) struct RecordedRequest {
     /// Contents are replaced: prompts of one batch share prefixes of the recorded lengths.
     pub(super) request: Request<Box<str>>,
     pub(super) session: Option<WorkerRank>,
+    pub(super) begins: bool,
     pub(super) class: Option<ClassId>,
 }
 
@@ -29,39 +30,41 @@ pub(super) struct RequestParts<'a, T> {
     pub(super) fingerprint: &'a PromptFingerprint,
     pub(super) request: &'a Request<T>,
     pub(super) session: Option<WorkerRank>,
+    pub(super) begins: bool,
     pub(super) class: Option<ClassId>,
     /// The earlier request of the batch with the longest common prefix: its distance and the common blocks.
     pub(super) parent: Option<(usize, u32)>,
 }
 
-const OPTIONS: u8 = 1;
-const SESSION: u8 = 1 << 1;
-const CLASS: u8 = 1 << 2;
-const SHARED_CACHE: u8 = 1 << 3;
-const PARENT: u8 = 1 << 4;
-const EXACTLY: u8 = 1 << 5;
+const OPTIONS: u64 = 1;
+const SESSION: u64 = 1 << 1;
+const CLASS: u64 = 1 << 2;
+const SHARED_CACHE: u64 = 1 << 3;
+const PARENT: u64 = 1 << 4;
+const EXACTLY: u64 = 1 << 5;
+const BEGINS: u64 = 1 << 6;
 /// The purpose in the upper bits.
-const PURPOSE_SHIFT: u8 = 6;
+const PURPOSE_SHIFT: u8 = 7;
 
 impl<T> RequestParts<'_, T> {
     pub(super) fn put(&self, to: &mut Vec<u8>, last: &mut Last, is_current: impl Fn(&RankOverlap) -> bool) {
         let request = self.request;
-        let flag = |is_set: bool, flag: u8| if is_set { flag } else { 0 };
+        let flag = |is_set: bool, flag: u64| if is_set { flag } else { 0 };
         let purpose = match request.purpose {
             Purpose::Book => 0,
             Purpose::Report => 1,
             Purpose::LoadSnapshot => 2,
             Purpose::Explain => 3,
         };
-        to.push(
-            flag(request.options.is_some(), OPTIONS)
-                | flag(self.session.is_some(), SESSION)
-                | flag(self.class.is_some(), CLASS)
-                | flag(!request.shared_cache.ranges().is_empty(), SHARED_CACHE)
-                | flag(self.parent.is_some(), PARENT)
-                | flag(request.target != Target::Any, EXACTLY)
-                | purpose << PURPOSE_SHIFT,
-        );
+        let flags = flag(request.options.is_some(), OPTIONS)
+            | flag(self.session.is_some(), SESSION)
+            | flag(self.class.is_some(), CLASS)
+            | flag(!request.shared_cache.ranges().is_empty(), SHARED_CACHE)
+            | flag(self.parent.is_some(), PARENT)
+            | flag(request.target != Target::Any, EXACTLY)
+            | flag(self.begins, BEGINS)
+            | purpose << PURPOSE_SHIFT;
+        put_number(to, flags);
         last.put_number(to, self.number);
         put_text(to, self.id);
         put_number(to, request.prompt_tokens.into());
@@ -98,7 +101,7 @@ impl RecordedRequest {
         generation_in: impl Fn(Slot) -> Option<Generation>,
         blocks_left: &mut u32,
     ) -> Option<Self> {
-        let flags = from.u8()?;
+        let flags = from.number()?;
         let number = last.read_number(from)?;
         let id = from.text()?;
         let (prompt_tokens, block_count) = (from.u32()?, from.u32()?);
@@ -141,7 +144,7 @@ impl RecordedRequest {
             options,
             ..Request::new(id.into(), prompt, prompt_tokens)
         };
-        Some(Self { number, fingerprint, request, session, class })
+        Some(Self { number, fingerprint, request, session, begins: flags & BEGINS != 0, class })
     }
 }
 
