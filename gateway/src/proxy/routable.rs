@@ -408,7 +408,7 @@ fn model_missing() -> ApiError {
     ApiError::invalid("missing_field", Some("model"), "the body has no model, and several models are configured")
 }
 
-/// Session id for the router: `X-Session-Id`, that of another client's header, `session_id` of the body, or of another field.
+/// Session id and program for the router: `X-Session-Id`, that of another client's header, `session_id` of the body, or of another field.
 /// Sessions of different tenants differ, and each model has its own.
 fn session_of(
     context: &RequestContext,
@@ -416,7 +416,7 @@ fn session_of(
     model: &str,
     (headers, parsed, tenant): (&HeaderMap, &RequestBody, Option<&Tenant>),
     explicit: Option<Arc<str>>,
-) -> Option<Arc<str>> {
+) -> Option<(Arc<str>, Arc<str>)> {
     let of_tenant = |name: &str| tenant.map_or_else(|| Arc::from(name), |tenant| Arc::from(tenant.session(name)));
     let given = parsed.session_id.as_deref().filter(|id| !id.starts_with(RESERVED));
     let of_body = || given.map(|id| Session::explicit(headers, id));
@@ -425,14 +425,14 @@ fn session_of(
         None => Session::of_headers(headers, &context.settings.gateway.session_headers).or_else(of_body),
     };
     let session = session.or_else(|| parsed.session.clone())?;
-    let id = of_tenant(&session.id);
-    (account.access.session, account.access.program) = (Some(hashed(&id)), Some(hashed(&of_tenant(&session.program))));
+    let (id, program) = (of_tenant(&session.id), of_tenant(&session.program));
+    (account.access.session, account.access.program) = (Some(hashed(&id)), Some(hashed(&program)));
     if !session.may_be_shared {
-        return Some(id);
+        return Some((id, program));
     }
     let (call, is_of_one_agent) = context.admission.shared_sessions.begin([model, "/", &id].concat());
     account.shared_call = Some(call);
-    Some(id).filter(|_| is_of_one_agent)
+    is_of_one_agent.then_some((id, program))
 }
 
 /// Request options from headers and body, limited to the permissions of the tenant.
@@ -444,7 +444,7 @@ fn options_of(
 ) -> Result<RequestOptions, ApiError> {
     let (headers, parsed, tenant) = request;
     let mut options = request_options(headers)?;
-    options.session_id = session_of(context, account, model, request, options.session_id);
+    (options.session_id, options.program) = session_of(context, account, model, request, options.session_id).unzip();
     if let Some(tenant) = tenant {
         options.strict_priority = options.strict_priority.min(tenant.strict_priority_max);
         if tenant.strict_priority_max == 0 {
