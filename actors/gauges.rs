@@ -7,14 +7,16 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use metrics::Gauge;
+use metrics::{Counter, Gauge};
+use tokio::sync::oneshot;
+use tokio::sync::oneshot::error::TryRecvError;
 use tokio::time::MissedTickBehavior;
 
 use crate::actors::delivery::gate::Gate;
 use crate::actors::delivery::strand::Strand;
 use crate::actors::io::clock::Clock;
 use crate::actors::radix::shards::Shards;
-use crate::actors::scheduler::Scheduler;
+use crate::actors::scheduler::{ProgramReport, Scheduler};
 use crate::actors::telemetry::{Pool, RankCounters, as_f64};
 use crate::actors::views::Views;
 use crate::actors::views::rank::RankEntry;
@@ -24,6 +26,7 @@ use crate::directory::Directory;
 use crate::engine_load::EngineLoad;
 use crate::ingest::StreamState;
 use crate::protocol::{Timestamp, WorkerRank};
+use crate::session::Returns;
 
 /// Maximum age of a gauge value.
 const PERIOD: Duration = Duration::from_secs(1);
@@ -59,8 +62,58 @@ struct Gauges {
     fleet: GaugeSet,
     by_rank: BTreeMap<WorkerRank, GaugeSet>,
     rank_counters: RankCounters,
+    programs: ProgramMeters,
     /// Cloned into a query; the extra reference exists until the scheduler has replied.
     queue_asked: Arc<()>,
+}
+
+/// Meters of programs, from the replies of the scheduler.
+struct ProgramMeters {
+    returns: Counter,
+    held_blocks: Counter,
+    evicted_blocks: Counter,
+    /// Returns at the last reply.
+    seen: Returns,
+    /// Outstanding reply, of which there is at most one.
+    answer: Option<oneshot::Receiver<ProgramReport>>,
+}
+
+impl ProgramMeters {
+    fn new(pool: &Pool) -> Self {
+        let blocks = |result| pool.counter("pointsman_program_blocks_total", &[("result", result)]);
+        Self {
+            returns: pool.counter("pointsman_program_returns_total", &[]),
+            held_blocks: blocks("held"),
+            evicted_blocks: blocks("evicted"),
+            seen: Returns::default(),
+            answer: None,
+        }
+    }
+
+    /// Shows the last reply and requests the next one.
+    fn publish(&mut self, sources: &GaugeSources, fleet: &mut GaugeSet, by_rank: &mut BTreeMap<WorkerRank, GaugeSet>) {
+        let mut answer =
+            self.answer.take().unwrap_or_else(|| sources.scheduler.ask("ShowPrograms", |known| known.programs()));
+        let report = match answer.try_recv() {
+            Ok(report) => report,
+            Err(TryRecvError::Empty) => return self.answer = Some(answer),
+            Err(TryRecvError::Closed) => return,
+        };
+        let Returns { calls, held_blocks, evicted_blocks } = report.returns.since(self.seen);
+        self.seen = report.returns;
+        self.returns.increment(calls);
+        self.held_blocks.increment(held_blocks);
+        self.evicted_blocks.increment(evicted_blocks);
+        let active = sources.directory.programs();
+        for (state, count) in [("active", active), ("idle", report.programs.saturating_sub(active))] {
+            fleet.set_of("pointsman_programs", Some(("state", state)), as_f64(count as u64));
+        }
+        for (rank, ratio) in report.working_sets {
+            if let Some(gauges) = by_rank.get_mut(&rank) {
+                gauges.set("pointsman_rank_working_set_ratio", ratio);
+            }
+        }
+    }
 }
 
 /// Gauges with the same first labels, created with their first values. On drop they are set to 0.
@@ -137,6 +190,7 @@ impl Gauges {
             fleet: GaugeSet::new(pool, Vec::new()),
             by_rank: BTreeMap::new(),
             rank_counters: RankCounters::new(pool),
+            programs: ProgramMeters::new(pool),
             queue_asked: Arc::default(),
         }
     }
@@ -166,6 +220,7 @@ impl Gauges {
         for (gate, permits) in [("requests", waiting_room.taken()), ("events", shards.queued_blocks())] {
             self.fleet.set_of("pointsman_gate_permits", Some(("gate", gate)), as_f64(permits));
         }
+        self.programs.publish(sources, &mut self.fleet, &mut self.by_rank);
         // One query at a time, so that queries to a hung scheduler do not accumulate.
         if config.queue.is_enabled() && Arc::strong_count(&self.queue_asked) == 1 {
             let asked = Arc::clone(&self.queue_asked);

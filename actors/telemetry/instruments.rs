@@ -81,6 +81,11 @@ instruments! {
     Gauge "pointsman_queue_oldest_age_seconds" ["class"] = "Age of the oldest waiting request.";
     Counter "pointsman_queue_backpressure_total" ["class", "limit"] =
         "Requests rejected instead of queued, by the violated `limit`.";
+    Gauge "pointsman_programs" ["state"] =
+        "Known [programs](headers.md#sessions): `active` ones with a call in flight, and `idle` ones.";
+    Counter "pointsman_program_returns_total" [] = "Placed calls that extend the context of their agent.";
+    Counter "pointsman_program_blocks_total" ["result"] =
+        "Blocks of these contexts: `held` by some rank, or `evicted` and computed again.";
     Gauge "pointsman_busiest_rank_ratio" [] =
         "Share of the placed requests on the rank with the most, over about the last minute; 0 without requests.";
     Counter "pointsman_rank_placements_total" ["worker", "rank"] = "Requests placed on the rank.";
@@ -91,6 +96,9 @@ instruments! {
     Gauge "pointsman_rank_active_blocks" ["worker", "rank"] = "KV blocks held by the booked requests.";
     Gauge "pointsman_rank_prefill_tokens" ["worker", "rank"] = "Prompt tokens that the rank has still to compute.";
     Gauge "pointsman_rank_held_blocks" ["worker", "rank"] = "Indexed blocks of the rank, over all tiers.";
+    Gauge "pointsman_rank_working_set_ratio" ["worker", "rank"] =
+        "Contexts of the rank's programs, without shared prompts and those idle for five minutes, as a multiple of its KV \
+         cache; only of a known size.";
     Gauge "pointsman_rank_prediction_bias" ["worker", "rank", "target"] =
         "Learned factor that corrects the predictions for the rank, of the time to first token (`ttft`) or between \
          tokens (`itl`).";
