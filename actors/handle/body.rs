@@ -3,6 +3,7 @@
 //! The booking ends with the body: at its end, at an error, or when it is dropped, whichever is first. Bytes pass
 //! through unchanged. [`AnswerReader`] interprets them.
 
+use std::ops::Range;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
@@ -156,6 +157,12 @@ impl<B> PlacedBody<B> {
     #[must_use]
     pub fn is_generating(&self) -> bool {
         self.follow.reader.is_generating()
+    }
+
+    /// Position of the token's text in the last frame: see [`AnswerReader::repeated_text`].
+    #[must_use]
+    pub fn repeated_text(&self) -> Option<Range<usize>> {
+        self.follow.reader.repeated_text()
     }
 
     /// The placement, until the body has ended. For reports by the embedder, such as a timeout between two frames.

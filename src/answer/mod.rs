@@ -32,6 +32,8 @@ mod json;
 mod repeated;
 mod usage;
 
+use std::ops::Range;
+
 pub use usage::Usage;
 
 use error::status_of_event;
@@ -161,6 +163,7 @@ pub struct AnswerReader {
     token: TokenEvent,
     /// Number of bytes from the start of the text to the end of the last line; 0 if it is no such event.
     text_bytes: usize,
+    repeated_text: Option<Range<usize>>,
 }
 
 impl AnswerReader {
@@ -187,6 +190,7 @@ impl AnswerReader {
             joined: Vec::new(),
             token: TokenEvent::default(),
             text_bytes: 0,
+            repeated_text: None,
         }
     }
 
@@ -208,6 +212,7 @@ impl AnswerReader {
 
     /// Marks the end of the response. Repeated calls have no effect.
     pub fn end(&mut self) {
+        self.repeated_text = None;
         if std::mem::replace(&mut self.has_ended, true) {
             return;
         }
@@ -294,7 +299,17 @@ impl AnswerReader {
         self.is_between && !self.is_after_return && self.held.is_empty() && self.too_long.is_none()
     }
 
+    /// Position of the token's JSON text in the bytes of the last [`Self::read`], if these are one whole event that equals
+    /// the last parsed one outside of this text.
+    #[must_use]
+    #[inline]
+    pub fn repeated_text(&self) -> Option<Range<usize>> {
+        self.repeated_text.clone()
+    }
+
     fn read_lines(&mut self, mut bytes: &[u8]) {
+        let length = bytes.len();
+        self.repeated_text = None;
         if self.is_after_return && !bytes.is_empty() {
             bytes = bytes.strip_prefix(b"\n").unwrap_or(bytes);
             self.is_after_return = false;
@@ -302,8 +317,9 @@ impl AnswerReader {
         loop {
             // Most events of a stream are the one before with another text, and have its effects.
             while self.is_between_events()
-                && let Some(end) = self.token.repeated_by(bytes)
+                && let Some((text, end)) = self.token.repeated_by(bytes)
             {
+                self.repeated_text = (end == length).then_some(text);
                 (self.events, self.counted) = (self.events + 1, self.counted + 1);
                 bytes = &bytes[end..];
             }

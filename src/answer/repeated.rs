@@ -1,5 +1,7 @@
 //! Token events that differ from an earlier one in their text only, found without parsing.
 
+use std::ops::Range;
+
 /// A token event and the position of its text.
 #[derive(Clone, Debug, Default)]
 pub(super) struct TokenEvent {
@@ -20,13 +22,14 @@ impl TokenEvent {
         (self.head, self.tail) = (text_at, text_at + text);
     }
 
-    /// Length of the event at the start of the bytes if it is this one with any text; `None` for an empty text, which is no
-    /// token.
-    pub(super) fn repeated_by(&self, bytes: &[u8]) -> Option<usize> {
+    /// Position of the text if the bytes start with this event and any text, and the end of the event; `None` for an empty
+    /// text, which is no token.
+    pub(super) fn repeated_by(&self, bytes: &[u8]) -> Option<(Range<usize>, usize)> {
         let (head, tail) = (&self.bytes[..self.head], &self.bytes[self.tail..]);
         let text = bytes.strip_prefix(head).filter(|_| !head.is_empty())?;
         let length = text_end(text).filter(|length| *length > 0)?;
-        text[length..].starts_with(tail).then_some(head.len() + length + tail.len())
+        let end = head.len() + length;
+        text[length..].starts_with(tail).then_some((head.len()..end, end + tail.len()))
     }
 }
 

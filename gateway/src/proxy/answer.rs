@@ -5,6 +5,7 @@
 //! first byte.
 
 use std::fmt::Display;
+use std::ops::Range;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
@@ -130,6 +131,11 @@ impl<B: Body<Data = Bytes, Error: Display> + Unpin> Answer<B> {
     pub(super) fn deferring_cuts(mut self) -> Self {
         self.defers_cut = true;
         self
+    }
+
+    /// Position of the token's text in the last frame, if only this text differs from an earlier frame.
+    pub(super) fn repeated_text(&self) -> Option<Range<usize>> {
+        self.body.as_ref().and_then(PlacedBody::repeated_text)
     }
 
     /// Ends the attempt after an error event of the worker.

@@ -141,6 +141,11 @@ impl Migrating {
             match &mut polled {
                 Some(Ok(frame)) => {
                     let Some(data) = frame.data_mut() else { return Poll::Ready(polled) };
+                    if let Some(text) = self.answer.repeated_text()
+                        && self.joiner.push_text(data, text)
+                    {
+                        return Poll::Ready(polled);
+                    }
                     *data = self.joiner.push(std::mem::take(data));
                     if !data.is_empty() {
                         return Poll::Ready(polled);

@@ -5,6 +5,7 @@
 //! Memory is bounded by the longest resumable output and one event.
 
 use std::borrow::Cow;
+use std::ops::Range;
 
 use axum::body::Bytes;
 use pointsman::{AnswerKind, AnswerReader};
@@ -119,6 +120,12 @@ impl StreamJoiner {
         }
         let events = self.accept(events);
         self.joined(events)
+    }
+
+    /// Records a frame that is one event and equals an earlier event but for the JSON text at this position, which holds a
+    /// token. Returns whether the frame passes; another one must be [pushed](Self::push).
+    pub fn push_text(&mut self, frame: &[u8], text: Range<usize>) -> bool {
+        self.passes || (self.unread.bytes() <= UNREAD_BYTES_MAX && self.unread.repeat(frame, text))
     }
 
     /// Events of the first attempt pass unread, except for errors. They are read when the output matters, or when there

@@ -1,15 +1,10 @@
 //! Frames of a stream that have passed and may have to be read later.
 //!
-//! Most frames of a stream differ in one place, the text of a token. A frame is kept as its difference from a template,
-//! an earlier frame, whose bytes around that place are equal. The cost of a frame is two comparisons and the copy of a few
-//! bytes, and a thousand of them take a few kilobytes. Frames are copied, because each refers to the whole buffer of its
-//! read.
+//! Most frames of a stream differ in one place, the text of a token, which the reader of the response has found. Of such a
+//! frame the text is kept, and of any other one all bytes: a thousand tokens take a few kilobytes. Frames are copied,
+//! because each refers to the whole buffer of its read.
 
-/// Maximum length of a frame, so that lengths have two bytes.
-const FRAME_BYTES_MAX: usize = u16::MAX as usize;
-
-/// Maximum length of a difference. With a longer one, the frame becomes the template.
-const DIFFERENCE_BYTES_MAX: usize = 128;
+use std::ops::Range;
 
 /// Text of every chunk, and text that may be an error.
 const CHUNK: &str = "\"choices\"";
@@ -20,102 +15,87 @@ const END: &[u8] = b"data: [DONE]\n\n";
 
 #[derive(Clone, Debug, Default)]
 pub(super) struct UnreadFrames {
-    template: Vec<u8>,
-    /// Position after [`CHUNK`] in the template; 0 without one.
-    chunk_end: usize,
-    /// Numbers of bytes at the start and at the end that all frames since the template have.
-    equal: (usize, usize),
+    /// Each whole frame, then the JSON texts of the frames that repeat it, each with its closing quote.
+    bytes: Vec<u8>,
+    /// The whole frames in order.
+    whole: Vec<WholeFrame>,
     has_end: bool,
-    /// Per frame the lengths of the equal start, of the difference, and of the equal end; then the difference. A template
-    /// has no equal bytes.
-    differences: Vec<u8>,
+}
+
+#[derive(Clone, Debug)]
+struct WholeFrame {
+    /// Position in the bytes.
+    at: Range<usize>,
+    /// Lengths of its start and its end that the frames after it have as well; zero without such frames.
+    equal: (usize, usize),
 }
 
 impl UnreadFrames {
-    /// Size in bytes without the template.
+    /// Size in bytes.
     pub(super) fn bytes(&self) -> usize {
-        self.differences.len()
+        self.bytes.len()
+    }
+
+    /// Adds a frame that is the last parsed event with another text at this position, if that event is the last whole
+    /// frame. One comparison shows it for all such frames until the next whole one.
+    pub(super) fn repeat(&mut self, frame: &[u8], text: Range<usize>) -> bool {
+        let equal = (text.start, frame.len() - text.end);
+        let (Some(whole), Some(text)) = (self.whole.last_mut(), frame.get(text.start..=text.end)) else { return false };
+        if whole.equal != equal {
+            let bytes = &self.bytes[whole.at.clone()];
+            let is_repeated = whole.equal == (0, 0)
+                && bytes.len() > equal.0 + equal.1
+                && bytes.starts_with(&frame[..equal.0])
+                && bytes.ends_with(&frame[frame.len() - equal.1..]);
+            if !is_repeated {
+                return false;
+            }
+            whole.equal = equal;
+        }
+        self.bytes.extend_from_slice(text);
+        true
     }
 
     /// Adds a frame of chunks without an error, or the first end mark. Returns whether it is one; others are not added.
     pub(super) fn push(&mut self, frame: &[u8]) -> bool {
-        if frame.len() > FRAME_BYTES_MAX || (frame.ends_with(END) && std::mem::replace(&mut self.has_end, true)) {
+        if frame.ends_with(END) && std::mem::replace(&mut self.has_end, true) {
             return false;
         }
-        if !self.has_equal_ends(frame) {
-            let (template, (start, end)) = (&self.template, self.equal);
-            let start = equal(&template[..start], frame);
-            let end = equal(template[template.len() - end..].iter().rev(), frame[start..].iter().rev());
-            self.equal = (start, end);
-            if !self.has_equal_ends(frame) {
-                return self.set_template(frame);
-            }
+        let is_chunk = |text: &str| text.contains(CHUNK) && !text.contains(ERROR);
+        if frame != END && !str::from_utf8(frame).is_ok_and(is_chunk) {
+            return false;
         }
-        let (start, end) = (self.equal.0, frame.len() - self.equal.1);
-        // The template has no error, so that a new one begins or ends in the difference.
-        let is_chunk = !has_error(&frame[start.saturating_sub(ERROR.len())..frame.len().min(end + ERROR.len())]);
-        if is_chunk {
-            self.add(self.equal, &frame[start..end]);
-        }
-        is_chunk
-    }
-
-    fn has_equal_ends(&self, frame: &[u8]) -> bool {
-        let (template, (start, end)) = (&self.template, self.equal);
-        let is_similar = (start + end..=start + end + DIFFERENCE_BYTES_MAX).contains(&frame.len());
-        let has_chunk = (1..=start).contains(&self.chunk_end);
-        has_chunk
-            && is_similar
-            && frame.starts_with(&template[..start])
-            && frame.ends_with(&template[template.len() - end..])
-    }
-
-    fn set_template(&mut self, frame: &[u8]) -> bool {
-        let Ok(text) = str::from_utf8(frame) else { return false };
-        self.chunk_end = match text.find(CHUNK) {
-            Some(at) if !text.contains(ERROR) => at + CHUNK.len(),
-            None if frame == END => 0,
-            _ => return false,
-        };
-        self.template.clear();
-        self.template.extend_from_slice(frame);
-        self.equal = (frame.len(), frame.len());
-        self.add((0, 0), frame);
+        let start = self.bytes.len();
+        self.bytes.extend_from_slice(frame);
+        self.whole.push(WholeFrame { at: start..self.bytes.len(), equal: (0, 0) });
         true
-    }
-
-    fn add(&mut self, (start, end): (usize, usize), difference: &[u8]) {
-        let lengths =
-            [start, difference.len(), end].map(|length| u16::try_from(length).unwrap_or(u16::MAX).to_le_bytes());
-        self.differences.extend_from_slice(lengths.as_flattened());
-        self.differences.extend_from_slice(difference);
     }
 
     /// Removes and returns all frames in order.
     pub(super) fn take(&mut self) -> Vec<Vec<u8>> {
-        let Self { differences, .. } = std::mem::take(self);
-        let (mut rest, mut template, mut frames) = (&differences[..], &[][..], Vec::new());
-        while let Some((lengths, bytes)) = rest.split_at_checked(6) {
-            let length = |n: usize| usize::from(u16::from_le_bytes([lengths[2 * n], lengths[2 * n + 1]]));
-            let (difference, after) = bytes.split_at(length(1));
-            frames.push([&template[..length(0)], difference, &template[template.len() - length(2)..]].concat());
-            if length(0) == 0 {
-                template = difference;
+        let Self { bytes, whole, .. } = std::mem::take(self);
+        let ends = whole.iter().skip(1).map(|next| next.at.start).chain([bytes.len()]);
+        let mut frames = Vec::new();
+        for (WholeFrame { at, equal: (start, end) }, texts_end) in whole.iter().zip(ends) {
+            let (whole, mut texts) = (&bytes[at.clone()], &bytes[at.end..texts_end]);
+            frames.push(whole.to_vec());
+            while let Some(length) = text_end(texts) {
+                frames.push([&whole[..*start], &texts[..length], &whole[whole.len() - end..]].concat());
+                texts = &texts[length + 1..];
             }
-            rest = after;
         }
         frames
     }
 }
 
-/// Number of equal items at the start.
-fn equal<'a>(one: impl IntoIterator<Item = &'a u8>, other: impl IntoIterator<Item = &'a u8>) -> usize {
-    one.into_iter().zip(other).take_while(|(one, other)| one == other).count()
-}
-
-/// Whether the bytes contain [`ERROR`]. Of two neighbours in it, one is at an odd position and an `r`.
-fn has_error(bytes: &[u8]) -> bool {
-    bytes.chunks_exact(2).any(|pair| pair[1] == b'r') && bytes.windows(ERROR.len()).any(|part| part == ERROR.as_bytes())
+/// Length of a JSON text up to its closing quote.
+fn text_end(bytes: &[u8]) -> Option<usize> {
+    let mut is_escaped = false;
+    bytes.iter().position(|byte| {
+        let is_end = *byte == b'"' && !is_escaped;
+        is_escaped = *byte == b'\\' && !is_escaped;
+        is_end
+    })
 }
 
 #[cfg(test)]
@@ -124,24 +104,35 @@ mod tests {
 
     use super::*;
 
+    /// JSON texts without quotes.
+    const TEXT: &str = r#"([abr]|\\"|\\\\|é){1,3}|error"#;
+
     proptest! {
         #[test]
         fn frames_are_returned_as_they_were(
-            frames in prop::collection::vec(("[ab]{0,40}", "[abr]{0,3}|error", "[ab]{0,40}", 1..3_usize), 0..20),
+            frames in prop::collection::vec(("[ab]{1,9}", prop::collection::vec(TEXT, 0..5), "[ab]{0,9}"), 0..20),
         ) {
-            let (mut unread, mut kept) = (UnreadFrames::default(), Vec::new());
-            for (start, middle, end, times) in frames {
-                let frame = format!("{start}\"choices\"{middle}er{middle}{end}").repeat(times);
-                prop_assert_eq!(unread.push(frame.as_bytes()), !frame.contains("error"), "{}", frame);
-                if !frame.contains("error") {
-                    kept.push(frame.into_bytes());
+            let (mut unread, mut taken, mut kept) = (UnreadFrames::default(), Vec::new(), Vec::new());
+            for (start, texts, end) in frames {
+                for (n, text) in texts.into_iter().enumerate() {
+                    let frame = format!("{start}\"choices\"{text}\"{end}");
+                    let end = frame.len() - end.len() - 1;
+                    let at = end - text.len()..end;
+                    // The first event of its form is parsed.
+                    if n > 0 && unread.repeat(frame.as_bytes(), at) || unread.push(frame.as_bytes()) {
+                        kept.push(frame.into_bytes());
+                    } else {
+                        prop_assert_eq!(text, "error");
+                        taken.extend(unread.take());
+                    }
                 }
             }
             for is_first in [true, false] {
                 prop_assert_eq!(unread.push(END), is_first);
             }
             kept.push(END.to_vec());
-            prop_assert_eq!(unread.take(), kept);
+            taken.extend(unread.take());
+            prop_assert_eq!(taken, kept);
             prop_assert!(!unread.push(b"data: {}"), "no chunk");
         }
     }
@@ -150,7 +141,10 @@ mod tests {
     fn a_token_takes_few_bytes() {
         let mut unread = UnreadFrames::default();
         for n in 1_000..2_000 {
-            assert!(unread.push(format!("data: {{\"id\":\"x\",\"choices\":[{{\"text\":\" {n}\"}}]}}\n\n").as_bytes()));
+            let frame = format!("data: {{\"id\":\"x\",\"choices\":[{{\"text\":\" {n}\"}}]}}\n\n");
+            let text = frame.len() - 11..frame.len() - 6;
+            assert_eq!(unread.repeat(frame.as_bytes(), text), n > 1_000);
+            assert!(n > 1_000 || unread.push(frame.as_bytes()));
         }
         assert!(unread.bytes() < 12 * 1_000, "{}", unread.bytes());
     }
