@@ -2,7 +2,8 @@
 //!
 //! An agent may call while its context is in use: for titles, classifications, or summaries. A prompt below half of the
 //! context is such an auxiliary call and changes nothing, unless it begins like the context. Then the agent has compacted
-//! its context. A compaction that also replaces the first blocks is recognized by its second call.
+//! its context. A compaction that also replaces the first blocks is recognized by its second call. A prompt of unknown
+//! length is never auxiliary.
 
 use std::time::Duration;
 
@@ -68,8 +69,9 @@ impl Context {
 
     /// Whether the call continues or replaces the context.
     pub(super) fn is_of(&mut self, call: &Call<'_>, now: Timestamp) -> bool {
+        let is_short = (1..self.tokens / 2).contains(&call.prompt_tokens);
         let is_replaced = self.is_doubted && now.since(self.used) >= UNUSED;
-        let is_of = call.prompt_tokens >= self.tokens / 2 || is_replaced || self.head.agrees_with(&call.fingerprint);
+        let is_of = !is_short || is_replaced || self.head.agrees_with(&call.fingerprint);
         self.is_doubted = !is_of;
         is_of
     }

@@ -283,6 +283,11 @@ fn auxiliary_calls_keep_the_context_and_compactions_replace_it() {
     assert_eq!(contexts(&compacted), [2_000, 200, 220], "it begins like the context");
     let replaced = [(200, 1, 0), (20, 2, 20), (22, 2, 40), (25, 2, 45)];
     assert_eq!(contexts(&replaced), [2_000, 2_000, 220, 250], "the second short call after half a minute");
+
+    let mut sessions = Sessions::new(Duration::from_secs(3_600), 9);
+    sessions.call(&id(1), rank(1), &call(1, &prompt(1, 5, 20), 200, 0), at(0));
+    sessions.call(&id(1), rank(2), &call(1, &PromptBlocks::Counted(0), 0, 0), at(1));
+    assert_eq!(sessions.rank_of(&id(1), at(2)), Some(rank(2)), "a prompt of unknown length is no auxiliary call");
 }
 
 #[test]
