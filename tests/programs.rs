@@ -1,4 +1,4 @@
-//! Placement of programs: they begin where the caches have most room, and return to their contexts.
+//! Placement of programs: the first call goes to the cache with the most room, later calls return to their context.
 
 use std::time::Duration;
 

@@ -408,8 +408,8 @@ fn model_missing() -> ApiError {
     ApiError::invalid("missing_field", Some("model"), "the body has no model, and several models are configured")
 }
 
-/// Session id and program for the router: `X-Session-Id`, that of another client's header, `session_id` of the body, or of another field.
-/// Sessions of different tenants differ, and each model has its own.
+/// Session id and program for the router: `X-Session-Id`, that of another client's header, `session_id` of the body, or of
+/// another field. Sessions of different tenants differ, and each model has its own.
 fn session_of(
     context: &RequestContext,
     account: &mut Account,

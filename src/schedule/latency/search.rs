@@ -84,13 +84,13 @@ impl LatencySearch {
         let ranks = case.ranks().as_slice();
         let costs = self.found.iter().map(|known| (known.position, ranks[known.position].rank, known.bounds.hi));
         let Some(cheapest) = case.draw().cheapest(costs) else { return case.drawn(eligibility) };
-        let begins = case.begins_by_room(cheapest);
-        if ranks[cheapest].requests() > 0 && !begins {
+        let room = case.room_to_begin(cheapest);
+        if ranks[cheapest].requests() > 0 && room.is_none() {
             return Choice::Rank(cheapest);
         }
         let least = self.least_hi();
         let cached_tokens = case.own_hit(self.cached_tokens_at(case, cheapest));
-        Choice::Rank(self.tie(case, eligibility, (least, cached_tokens), begins).unwrap_or(cheapest))
+        Choice::Rank(self.tie(case, eligibility, (least, cached_tokens), room).unwrap_or(cheapest))
     }
 
     /// Forgets the last request.
@@ -244,14 +244,14 @@ impl LatencySearch {
     }
 
     /// The idle rank with the least recent work among those that tie with the lowest cost `least` and have no fewer than
-    /// `cached_tokens` cached, so that neither load nor a hit is traded for an even distribution. If a program `begins`, the
-    /// rank with the most room for it, idle or not.
+    /// `cached_tokens` cached, so that neither load nor a hit is traded for an even distribution. If a program begins, the
+    /// rank with the most `room` for its context, idle or not.
     fn tie<T, V: LoadView>(
         &mut self,
         case: &Case<'_, T, V>,
         eligibility: &Eligibility,
         (least, cached_tokens): (f64, u32),
-        begins: bool,
+        room: Option<u32>,
     ) -> Option<usize> {
         let columns = case.ranks().columns()?;
         let most = least * case.settings.tie_factor;
@@ -262,12 +262,12 @@ impl LatencySearch {
             let groups = columns.groups().iter().zip(&self.bounds).enumerate();
             let ties = groups.flat_map(|(group, (loads, (bounds, _)))| {
                 let is_tie =
-                    move |lane: &usize| bounds[*lane] <= most_bound && (begins || loads.requests[*lane] == 0.0);
+                    move |lane: &usize| bounds[*lane] <= most_bound && (room.is_some() || loads.requests[*lane] == 0.0);
                 (0..RankGroup::RANKS).filter(is_tie).map(move |lane| group * RankGroup::RANKS + lane)
             });
             let key = |position: usize| draw.key(case.ranks().as_slice()[position].rank);
             let position = ties.filter(|position| !tried.contains(position)).min_by(|a, b| {
-                let order = case.order_by_room(begins, *a, *b);
+                let order = case.order_by_room(room, *a, *b);
                 let order = order.then_with(|| columns.recent_work(*a).order(columns.recent_work(*b)));
                 order.then_with(|| key(*a).cmp(&key(*b)))
             })?;

@@ -6,8 +6,8 @@
 //!
 //! Each rank is a [`pointsman_trial::engine::Rank`]; the durations of its steps drive an event queue in µs. A request
 //! arrives at its time in the workload, independently of earlier requests, unless the workload is a closed loop or
-//! consists of programs, whose sessions the router receives. It is routed immediately, and submitted to the chosen rank without a network delay. KV events of a rank reach the router
-//! [`Setup::event_delay_us`] after the end of their step.
+//! consists of programs, whose sessions the router receives. It is routed immediately, and submitted to the chosen rank
+//! without a network delay. KV events of a rank reach the router [`Setup::event_delay_us`] after the end of their step.
 //!
 //! **Disaggregated serving.** With [`Setup::disaggregation`] a request is booked on a decode rank, then on a prefill
 //! rank. The prefill leg generates one token, which is dropped. Its end ends the prefill booking and starts the transfer

@@ -29,6 +29,11 @@ impl Rng {
         (((self.number() >> 32) * u64::from(bound)) >> 32) as u32
     }
 
+    /// Number from 0 to 1.
+    pub fn share(&mut self) -> f64 {
+        self.number() as f64 / 2_f64.powi(64)
+    }
+
     /// Number in the inclusive `range`.
     pub fn within(&mut self, range: std::ops::RangeInclusive<u32>) -> u32 {
         range.start() + self.below(range.end() - range.start() + 1)
@@ -62,7 +67,7 @@ impl Rng {
     ///
     /// The normal number is a sum of twelve uniform ones, so it is within 6.
     pub fn log_normal(&mut self, median: f64, sigma: f64) -> f64 {
-        let normal = (0..12).map(|_| self.number() as f64 / 2_f64.powi(64)).sum::<f64>() - 6.0;
+        let normal = (0..12).map(|_| self.share()).sum::<f64>() - 6.0;
         median * exp(sigma * normal)
     }
 }

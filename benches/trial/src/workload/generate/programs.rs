@@ -94,7 +94,7 @@ impl Programs {
             let calls = made.rng.log_normal(self.calls.into(), 0.96).clamp(1.0, CALLS_MAX) as u32;
             let own = match made.rng.below(10) {
                 0..6 => made.rng.log_normal(8_000.0, 1.0),
-                _ => 80_000.0 * exp(made.rng.number() as f64 / 2_f64.powi(64) * 0.6286),
+                _ => 80_000.0 * exp(made.rng.share() * 0.6286),
             };
             let first = Link { program, ..Link::default() };
             made.agent(arrival_us, head, own.min(150_000.0), calls, first);
@@ -157,7 +157,7 @@ impl Made<'_> {
 
     fn gap_us(&mut self, is_stop: bool) -> u64 {
         let gap_s = f64::from(self.of.gap_ms) / 1e3;
-        let client_s = gap_s * (1.0 / 6.0 + 7.0 / 6.0 * (self.rng.number() as f64 / 2_f64.powi(64)));
+        let client_s = gap_s * (1.0 / 6.0 + 7.0 / 6.0 * self.rng.share());
         let rest_s =
             if is_stop { self.rng.log_normal(86.0, 2.1) } else { self.rng.log_normal(gap_s / 10.0, 3.0).min(600.0) };
         ((client_s + rest_s) * 1e6) as u64
