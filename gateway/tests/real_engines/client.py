@@ -1,7 +1,7 @@
 """Compares the predictions of the prefix index with the caches of two real engines behind the gateway.
 
-usage: client.py POINTSMAN DIRECTORY REQUESTS SEED ENGINE. ENGINE is `vllm` or `sglang`. Exits with 1 after a wrong
-prediction and lists the differences.
+usage: client.py POINTSMAN DIRECTORY REQUESTS SEED ENGINE. ENGINE is `vllm`, `vllm-offload` or `sglang`. Exits with 1 after
+a wrong prediction and lists the differences.
 
 Most requests are sequential, each after the events of the previous one have arrived. 5 % of the first half and 10 %
 of the second half repeat an earlier prompt exactly, of a length that is a multiple of the block size: the engine then
@@ -14,6 +14,9 @@ is audited every second. SIGINT ends the run early, with a comparison of the req
 SGLang publishes the evictions of a step after its answers. A prediction that is too high counts as `evicted`, not as
 `different`, only if the engine's events show it: the first missing block was held when the request was sent, and was
 removed and stored again afterwards.
+
+With offloading, vLLM loads a prompt of complete blocks in full, and reports all its tokens as cached: one block more than
+any prediction. Such an answer counts as `whole` only if the engine's events show the last block in host memory.
 """
 
 import collections
@@ -29,8 +32,8 @@ import typing
 
 import msgspec
 import zmq
-from fleet import (AUTHORIZED, BLOCK, ENGINES, MODEL, VOCABULARY, call, make_adapters, make_model, start_engine,
-                   start_gateway, start_sglang)
+from fleet import (AUTHORIZED, BLOCK, ENGINES, MODEL, VOCABULARY, call, make_adapters, make_model, offload_flags,
+                   start_engine, start_gateway, start_sglang)
 
 
 class Prompt(typing.NamedTuple):
@@ -63,11 +66,12 @@ class Events:
         while True:
             batch, now = msgspec.msgpack.decode(self.socket.recv_multipart()[2]), time.monotonic()
             for event in batch[1]:
+                lower = "CPU " if event.get("medium") == "CPU" else ""
                 for name in event.get("block_hashes", ()):
-                    self.history[name].append((now, event["type"]))
+                    self.history[name].append((now, lower + event["type"]))
                 if event["type"] == "BlockRemoved":
                     self.removed += len(event["block_hashes"])
-                elif event["type"] == "BlockStored":
+                elif event["type"] == "BlockStored" and event["token_ids"]:
                     self.name(event, event["parent_block_hash"])
 
     def name(self, event, behind):
@@ -95,6 +99,10 @@ class Comparison:
         if predicted == delivered:
             return "equal"
         before, after = self.events[url].around(prompt, min(predicted, delivered), since)
+        lower = [[event for event in events if event.startswith("CPU ")] for events in (before, after)]
+        is_stored = "CPU BlockStored" in lower[0][-1:] + lower[1][:1]  # vLLM waits for the end of a store
+        if delivered == len(prompt.tokens) == predicted + BLOCK and is_stored:
+            return "whole"
         if predicted > delivered and before[-1:] + after[:2] == ["BlockStored", "BlockRemoved", "BlockStored"]:
             return "evicted"
         self.differences.append(f"{name} ({kind}, {described(prompt)}) of {url}: index {predicted}, engine {delivered}, "
@@ -177,36 +185,41 @@ def overlaps(admin, prompt):
     return call(admin, f"/admin/models/{MODEL}/overlap", body, AUTHORIZED)["overlap"]["ranks"]
 
 
+def lines_of(port, *names):
+    """Lines of these metrics."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection.request("GET", "/metrics")
+    return [line for line in connection.getresponse().read().decode().splitlines() if line.startswith(names)]
+
+
 def events_of(metrics_port):
     """Metric lines of events and audits."""
-    connection = http.client.HTTPConnection("127.0.0.1", metrics_port, timeout=10)
-    connection.request("GET", "/metrics")
-    lines = connection.getresponse().read().decode().splitlines()
     names = ("pointsman_kv_event_blocks_total", "pointsman_kv_events_refused_total", "pointsman_kv_audit")
-    return [line for line in lines if line.startswith(names) and not line.endswith(" 0")]
+    return [line for line in lines_of(metrics_port, *names) if not line.endswith(" 0")]
 
 
 def main():
     binary, directory, count, seed = sys.argv[1], pathlib.Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-    is_vllm = {"vllm": True, "sglang": False}[sys.argv[5]]
+    is_vllm, flags = {"vllm": (True, {}), "vllm-offload": (True, offload_flags()), "sglang": (False, {})}[sys.argv[5]]
     make_model(directory / "model")
     adapters = make_adapters(directory) if is_vllm else {}
     processes = []
     try:
-        engines = [start_engine(directory, n, adapters=adapters) if is_vllm else start_sglang(directory, n) for n in range(ENGINES)]
+        engines = [start_engine(directory, n, adapters=adapters, flags=flags) if is_vllm else start_sglang(directory, n)
+                   for n in range(ENGINES)]
         processes += [engine[0] for engine in engines]
         for process, port, _ in engines:
             process.wait_for(port, "/health", 900)
         gateway, listen, admin, access = start_gateway(binary, directory, engines, audit_interval_ms=1000)
         processes.append(gateway)
         gateway.wait_for(listen, "/ready", 120)
-        sys.exit(compare(listen, admin, access, engines, count, Prompts(seed, adapters)))
+        sys.exit(compare(listen, admin, access, engines, count, Prompts(seed, adapters), bool(flags)))
     finally:
         for process in reversed(processes):
             process.stop()
 
 
-def compare(listen, admin, access, engines, count, prompts):
+def compare(listen, admin, access, engines, count, prompts, is_offloading):
     begun, sent, cancelled, asked, others = time.monotonic(), 0, 0, {}, collections.Counter()
     comparison, kinds = Comparison(engines), collections.Counter()
     log, is_stopped = None, threading.Event()
@@ -239,7 +252,8 @@ def compare(listen, admin, access, engines, count, prompts):
             continue
         for url, port in ports.items():
             if url != chosen:
-                predicted = min(overlap_of(known, ids[url]) * BLOCK, reusable(prompt.tokens))
+                blocks = overlap_of(known, ids[url], "host_pinned_blocks")
+                predicted = min(blocks * BLOCK, reusable(prompt.tokens))
                 delivered = complete(port, prompt, 1)
                 settle(listen, admin, ids[url], prompt, comparison)
                 others[comparison.outcome(name, url, kind, prompt, since, predicted, delivered)] += 1
@@ -256,7 +270,7 @@ def compare(listen, admin, access, engines, count, prompts):
         table[kind]["hits"] += delivered > 0
         table[kind]["salted"] += prompt.salt is not None
         table[kind]["adapted"] += prompt.adapter is not None
-    outcomes = ("equal", "evicted", "different")
+    outcomes = ("equal", "evicted", "whole", "different")
     compared = sum(row[outcome] for row in table.values() for outcome in outcomes)
     print(f"{sent} requests in {time.monotonic() - begun:.0f} s, {kinds['concurrent, not compared']} of them concurrent, "
           f"{cancelled} cancelled")
@@ -267,6 +281,9 @@ def compare(listen, admin, access, engines, count, prompts):
     print("also sent to the other engine: " + ", ".join(f"{others[outcome]} {outcome}" for outcome in outcomes))
     events = events_of(listen)
     print("\n".join(events))
+    loaded = [line for port in ports.values() for line in lines_of(port, "vllm:external_prefix_cache_hits_total")]
+    print("\n".join(loaded))
+    comparison.differences += [line for line in loaded if is_offloading and line.endswith(" 0.0")]
     comparison.differences += [line for line in events if line.startswith("pointsman_kv_audit_blocks_total")]
     for line in comparison.differences:
         print("DIFFERENT:", line)
@@ -299,9 +316,9 @@ def worker_ids(admin):
     return {worker["config"]["endpoint"]: worker["id"] for worker in workers}
 
 
-def overlap_of(known, worker):
-    """Device blocks of the only rank of a worker."""
-    return sum(row["device_blocks"] for row in known if row["rank"]["worker"] == worker)
+def overlap_of(known, worker, tier="device_blocks"):
+    """Blocks of the only rank of a worker, in this tier or above."""
+    return sum(row[tier] for row in known if row["rank"]["worker"] == worker)
 
 
 def line_of(log, name):

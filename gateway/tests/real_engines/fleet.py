@@ -12,6 +12,7 @@ import time
 
 BLOCK = 32  # tokens: attention on CPUs requires multiples of 32
 BLOCKS = 400  # cache of each engine
+DEVICE_BLOCKS_BESIDE_HOST = 140  # of an engine with BLOCKS in host memory
 VOCABULARY = 4096
 MODEL = "tiny"
 ENGINES = 2
@@ -119,7 +120,7 @@ class Process:
 
 def start_engine(directory, n, is_resettable=False, kv_role=None, adapters={}, flags={}, switches=()):
     """Starts a vLLM engine with these adapters, and these flags and switches beside its own. If resettable, POST /reset_prefix_cache
-    clears its cache. With a role (`kv_producer` or `kv_consumer`) it transfers blocks by NIXL. Offloading to host memory needs a GPU."""
+    clears its cache. With a role (`kv_producer` or `kv_consumer`) it transfers blocks by NIXL."""
     http_port, published, endpoints = ports()
     environment = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -151,6 +152,14 @@ def start_engine(directory, n, is_resettable=False, kv_role=None, adapters={}, f
     switches = [*switches, *lora, "--enforce-eager", "--enable-prefix-caching", "--enable-prompt-tokens-details"]
     arguments = ["vllm.entrypoints.openai.api_server", *words(flags), *switches]
     return started(arguments, directory / f"vllm-{n}.log", environment), http_port, endpoints
+
+
+def offload_flags():
+    """Flags of a vLLM engine with a small cache that offloads blocks to host memory, in the copies of `host_offload.py`."""
+    block_bytes = 2 * TINY["num_hidden_layers"] * TINY["hidden_size"] * 4 * BLOCK
+    settings = {"spec_name": "HostOffloadingSpec", "spec_module_path": "host_offload", "cpu_bytes_to_use": BLOCKS * block_bytes}
+    transfer = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": settings}
+    return {"--num-gpu-blocks-override": DEVICE_BLOCKS_BESIDE_HOST, "--kv-transfer-config": json.dumps(transfer)}
 
 
 def start_sglang(directory, n):
@@ -220,6 +229,7 @@ def start_gateway(binary, directory, engines, policy=None, prefill_engines=(), a
         f"block_size = {BLOCK}",
         *([f'policy = "{policy}"'] if policy else []),
         f"events.audit_interval_ms = {audit_interval_ms}",
+        "index.host_hit_weight = 1.0",  # engines count offloaded blocks in full
         "[[models]]",
         f'name = "{MODEL}"',
         *lines_of_model,
