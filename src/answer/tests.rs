@@ -46,7 +46,7 @@ fn lines_of_data_are_joined() {
         reader.read([line_end, line_end].concat().as_bytes());
         assert_eq!((reader.usage(), reader.events(), reader.is_complete()), (usage(5, 2, None), 1, true));
     }
-    assert_eq!(events("data: {\"error\":\ndata: \"dead\"}\n\n").error_status(), Some(500));
+    assert_eq!(events("\u{feff}data: {\"error\":\ndata: \"dead\"}\n\n").error_status(), Some(500));
     let long = format!("data: {{\"text\":\n{}data: \"a\"}}\n\n", format!("data: {}\n", " 1".repeat(900)).repeat(90));
     assert_eq!(events(&long).stage, AnswerStage::Begun);
 }

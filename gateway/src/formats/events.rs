@@ -69,6 +69,7 @@ pub(crate) fn each_data(mut stream: &str) -> impl Iterator<Item = Cow<'_, str>> 
 
 /// Data of an event; `None` without any.
 pub(super) fn data(event: &str) -> Option<Cow<'_, str>> {
+    let event = event.trim_start_matches('\u{feff}'); // a stream may begin with a byte order mark
     let mut lines = event.lines().filter_map(|line| line.strip_prefix("data:"));
     let first = lines.next()?;
     let more: Vec<_> = lines.collect();

@@ -71,7 +71,7 @@ mod tests {
     #[test]
     fn an_event_becomes_a_body() {
         for (stream, message, code) in [
-            ("data: {\"error\":\"dead\"}\n\n", "dead", json!(502)),
+            ("\u{feff}data: {\"error\":\"dead\"}\n\n", "dead", json!(502)),
             ("data: {\"object\":\"error\",\"message\":\"dead\",\"code\":500}\r\n\r\n", "dead", json!(500)),
             (
                 "data: {\"response\":{\"error\":{\"code\":\"server_error\",\"message\":\"dead\"}}}",

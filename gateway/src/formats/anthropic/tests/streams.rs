@@ -204,7 +204,7 @@ fn failures_end_with_one_error() {
     let cases = [
         (format!("{start}data: {{\"error\":{{\"message\":\"m\",\"code\":429}}}}\n\n"), "rate_limit_error", "m"),
         (format!("{start}data: {{\"error\":\"m\"}}\n\ndata: [DONE]\n\n"), "api_error", "m"),
-        ("data: {\"error\":{}}\n\n".to_owned(), "api_error", "the worker reported an error"),
+        ("\u{feff}data: {\"error\":{}}\n\n".to_owned(), "api_error", "the worker reported an error"),
         (start.to_owned(), "api_error", "the response of the worker ended early"),
         (String::new(), "api_error", "the response of the worker ended early"),
         (format!("data: {}", "a".repeat(5 << 20)), "api_error", "the worker sent an event that is too long"),
