@@ -1,4 +1,4 @@
-//! Waiting requests of one class, shared fairly between tenants.
+//! Waiting requests of one class: limits, fair tenant shares.
 //!
 //! Tenants share the class by self-clocked fair queueing, which is deficit round robin with equal quanta as a sorted
 //! set. The class keeps a clock in tokens. The finish of a tenant's next request is the clock value at the tenant's

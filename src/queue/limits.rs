@@ -1,4 +1,4 @@
-//! Queue limits: rejections with backpressure and retry delays.
+//! Rejections at queue limits: backpressure and retry delays.
 //!
 //! Defines the rejection ([`Backpressure`]) and measures the drain rate of a class. Retry delays are between
 //! [`RETRY_AFTER_MIN`] and [`RETRY_AFTER_MAX`] and depend on timestamps alone. They are advice to callers; no decision

@@ -1,4 +1,4 @@
-//! Working sets: the contexts that agents of a rank are going to extend.
+//! Programs and working sets: the contexts that agents of a rank will extend.
 //!
 //! Counts each agent on the rank of its newest context while its last use is less than [`IDLE_MAX`] ago. The order of use
 //! has these agents at its end, so that a change costs O(log ranks).
