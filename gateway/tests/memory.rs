@@ -40,8 +40,8 @@ impl Measured {
         Self(Process::start(command).await)
     }
 
-    /// Resident memory of the process without the pages of its binary, which are read as its code runs.
-    fn resident_bytes(&self) -> u64 {
+    /// Anonymous memory of the process: without the pages of its binary, which are read as its code runs.
+    fn anonymous_bytes(&self) -> u64 {
         let id = self.0.child.id().expect("process is running");
         let status = fs::read_to_string(format!("/proc/{id}/status")).expect("the engine runs");
         let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).expect("RssAnon is present");
@@ -89,7 +89,7 @@ async fn unfinished_bodies_stay_within_the_budget_and_are_freed() {
         MockEngine::start(MockConfig { time_scale: 100.0, ..MockConfig::default() }).await.expect("start succeeds");
     let process = Measured::start(&engine).await;
     ready(process.0.address).await;
-    let idle = process.resident_bytes();
+    let idle = process.anonymous_bytes();
     let mut peak = 0;
     for _ in 0..3 {
         let mut sending = JoinSet::new();
@@ -99,11 +99,11 @@ async fn unfinished_bodies_stay_within_the_budget_and_are_freed() {
         let mut clients = Vec::new();
         while let Some(client) = sending.join_next().await {
             clients.push(client.expect("no panic"));
-            peak = peak.max(process.resident_bytes());
+            peak = peak.max(process.anonymous_bytes());
         }
         let held = process.metric("pointsman_gateway_body_bytes").await;
         assert!(held <= BUDGET_BYTES as f64, "{held} bytes of bodies");
-        peak = peak.max(process.resident_bytes());
+        peak = peak.max(process.anonymous_bytes());
         drop(clients);
     }
     // Bodies that are not freed exceed the limit in the second or third round.

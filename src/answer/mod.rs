@@ -56,9 +56,6 @@ const DATA: &[u8] = b"data:";
 /// Prefix of a line with the name of the following event.
 const EVENT: &[u8] = b"event:";
 
-/// Byte order mark that a stream may begin with.
-const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
-
 /// Data of the last event of a stream.
 const DONE: &[u8] = b"[DONE]";
 
@@ -401,7 +398,7 @@ impl AnswerReader {
     }
 
     fn read_line(&mut self, line: &[u8]) {
-        let line = line.strip_prefix(BYTE_ORDER_MARK).unwrap_or(line); // of the first line
+        let line = line.strip_prefix("\u{feff}".as_bytes()).unwrap_or(line); // the first may have a byte order mark
         if line.is_empty() {
             return self.end_event();
         }

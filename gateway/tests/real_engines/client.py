@@ -100,7 +100,7 @@ class Comparison:
             return "equal"
         before, after = self.events[url].around(prompt, min(predicted, delivered), since)
         lower = [[event for event in events if event.startswith("CPU ")] for events in (before, after)]
-        is_stored = "CPU BlockStored" in lower[0][-1:] + lower[1][:1]  # vLLM waits for the end of a store
+        is_stored = "CPU BlockStored" in lower[0][-1:] + lower[1][:1]  # the second can be of this request
         if delivered == len(prompt.tokens) == predicted + BLOCK and is_stored:
             return "whole"
         if predicted > delivered and before[-1:] + after[:2] == ["BlockStored", "BlockRemoved", "BlockStored"]:

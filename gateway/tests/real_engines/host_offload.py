@@ -1,4 +1,7 @@
-"""Offloading of vLLM to host memory on a CPU: vLLM's scheduler and manager, with copies of blocks in place of transfers of a GPU."""
+"""Offloading of vLLM to host memory on a CPU.
+
+Copies of blocks replace the transfers of a GPU. Scheduler, manager of the host blocks and events are those of vLLM.
+"""
 
 import torch
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult

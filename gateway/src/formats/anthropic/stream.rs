@@ -216,7 +216,7 @@ impl StreamTranslator {
                 self.error(502, "the worker sent an event of an unknown form");
             }
         }
-        let line = line.strip_prefix("\u{feff}".as_bytes()).unwrap_or(line); // the first line may have a byte order mark
+        let line = line.strip_prefix("\u{feff}".as_bytes()).unwrap_or(line); // the first may have a byte order mark
         let Some(data) = line.strip_prefix(b"data:").map(<[u8]>::trim_ascii) else { return };
         if !data.is_empty() && (!self.joined.is_empty() || !self.read_data(data)) {
             self.joined.extend_from_slice(data);
