@@ -21,7 +21,6 @@ use crate::actors::telemetry::{Pool, RankCounters, as_f64};
 use crate::actors::views::Views;
 use crate::actors::views::rank::RankEntry;
 use crate::actors::views::rank_report::RankReport;
-use crate::config::RouterConfig;
 use crate::directory::Directory;
 use crate::engine_load::EngineLoad;
 use crate::ingest::StreamState;
@@ -33,7 +32,6 @@ const PERIOD: Duration = Duration::from_secs(1);
 
 /// Sources of the gauges.
 pub(crate) struct GaugeSources {
-    pub(crate) config: Arc<RouterConfig>,
     pub(crate) clock: Clock,
     pub(crate) pool: Pool,
     pub(crate) views: Views,
@@ -63,8 +61,6 @@ struct Gauges {
     by_rank: BTreeMap<WorkerRank, GaugeSet>,
     rank_counters: RankCounters,
     programs: ProgramMeters,
-    /// Cloned into a query; the extra reference exists until the scheduler has replied.
-    queue_asked: Arc<()>,
 }
 
 /// Meters of programs, from the replies of the scheduler.
@@ -90,15 +86,18 @@ impl ProgramMeters {
         }
     }
 
-    /// Shows the last reply and requests the next one.
+    /// Shows the last reply and requests the next one, with the metrics of the queue. One query at a time, so that
+    /// queries to a hung scheduler do not accumulate.
     fn publish(&mut self, sources: &GaugeSources, fleet: &mut GaugeSet, by_rank: &mut BTreeMap<WorkerRank, GaugeSet>) {
-        let mut answer =
-            self.answer.take().unwrap_or_else(|| sources.scheduler.ask("ShowPrograms", |known| known.programs()));
-        let report = match answer.try_recv() {
-            Ok(report) => report,
-            Err(TryRecvError::Empty) => return self.answer = Some(answer),
-            Err(TryRecvError::Closed) => return,
-        };
+        let reply = self.answer.as_mut().map(oneshot::Receiver::try_recv);
+        if matches!(reply, Some(Err(TryRecvError::Empty))) {
+            return;
+        }
+        self.answer = Some(sources.scheduler.ask("ShowQueue", |scheduler| {
+            scheduler.show_queue();
+            scheduler.programs()
+        }));
+        let Some(Ok(report)) = reply else { return };
         let Returns { calls, held_blocks, evicted_blocks } = report.returns.since(self.seen);
         self.seen = report.returns;
         self.returns.increment(calls);
@@ -191,12 +190,11 @@ impl Gauges {
             by_rank: BTreeMap::new(),
             rank_counters: RankCounters::new(pool),
             programs: ProgramMeters::new(pool),
-            queue_asked: Arc::default(),
         }
     }
 
     fn publish(&mut self, sources: &GaugeSources) {
-        let GaugeSources { config, clock, views, directory, waiting_room, shards, scheduler, .. } = sources;
+        let GaugeSources { clock, views, directory, waiting_room, shards, .. } = sources;
         let (entries, now) = (views.ranks.all(), clock.now());
         self.publish_ranks(&entries, now);
         self.rank_counters.sweep(&entries, now);
@@ -209,7 +207,7 @@ impl Gauges {
             ("pointsman_cold_ranks", views.cold.borrow().len()),
             ("pointsman_ejected_ranks", exclusions.ejected.len() + exclusions.down.len()),
             ("pointsman_eligible_ranks", views.eligible_ranks()),
-            ("pointsman_stalled_ranks", entries.iter().filter(|entry| entry.stalls.is_overdue(now)).count()),
+            ("pointsman_stalled_ranks", entries.iter().filter(|entry| entry.is_stalled(now)).count()),
             ("pointsman_refusing_ranks", exclusions.refusing.len()),
             ("pointsman_asleep_ranks", exclusions.asleep.len()),
             ("pointsman_leases", directory.len()),
@@ -221,15 +219,6 @@ impl Gauges {
             self.fleet.set_of("pointsman_gate_permits", Some(("gate", gate)), as_f64(permits));
         }
         self.programs.publish(sources, &mut self.fleet, &mut self.by_rank);
-        // One query at a time, so that queries to a hung scheduler do not accumulate.
-        if config.queue.is_enabled() && Arc::strong_count(&self.queue_asked) == 1 {
-            let asked = Arc::clone(&self.queue_asked);
-            scheduler.query("ShowQueue", move |scheduler| {
-                scheduler.show_queue();
-                drop(asked);
-                || {}
-            });
-        }
     }
 
     fn publish_ranks(&mut self, entries: &[Arc<RankEntry>], now: Timestamp) {

@@ -275,7 +275,6 @@ async fn start_actors(
     LeaseExpiry { clock, directory: Arc::clone(&directory), ender: Arc::clone(&ender), status, expired }
         .watch(Duration::from_millis(config.load.booking_liveness_ms));
     GaugeSources {
-        config: Arc::clone(&config),
         clock,
         pool: meters.pool.clone(),
         views: views.clone(),
