@@ -79,7 +79,7 @@ impl LeaseEnder {
 
     /// Records the length of an output for later expectations. A request without output gives no sample.
     fn learn_output_length(&self, lease: &Lease) {
-        let keys = lease.length_keys.get().copied().unwrap_or_default();
+        let keys = lease.request_keys.get().copied().unwrap_or_default();
         if keys.is_empty() {
             return;
         }

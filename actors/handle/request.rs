@@ -8,7 +8,7 @@ use crate::actors::telemetry::PromptKind;
 use crate::config::RouterConfig;
 use crate::error::RouteError;
 use crate::hashing::{BlockHasher, HashScheme, HashedPrompt, MmBlocks};
-use crate::load::{LengthKeys, OutputLengths, PromptBlocks, PromptLimits};
+use crate::load::{OutputLengths, PromptBlocks, PromptLimits, RequestKeys};
 use crate::predict::SpeculativePrompt;
 use crate::protocol::{BlockHash, Timestamp, WorkerRank};
 use crate::request::{Prompt, RequestOptions, RouteRequest};
@@ -67,7 +67,7 @@ pub(super) struct Prepared {
     pub(super) prompt: PromptBlocks,
     pub(super) prompt_tokens: u32,
     pub(super) options: Option<Box<ResolvedOptions>>,
-    pub(super) length_keys: LengthKeys,
+    pub(super) request_keys: RequestKeys,
     /// Speculative entry that the booking creates, if entries are speculative.
     pub(super) speculative_prompt: Option<SpeculativePrompt>,
     /// Absent if the cached tokens of the whole request are not predicted.
@@ -92,10 +92,10 @@ impl Prepared {
     pub(super) fn new(preparation: &Preparation<'_>, request: &RouteRequest<'_>) -> Result<Self, RouteError> {
         let Preparation { config, block_size, now, limits, output_lengths, speculates } = *preparation;
         let RouteRequest { prompt, options, .. } = request;
-        let mut length_keys = LengthKeys::of(options.session_id.as_deref(), options.tenant.as_deref());
-        let usual_output_tokens = || output_lengths.expected(length_keys);
+        let mut request_keys = RequestKeys::of(options.session_id.as_deref(), options.tenant.as_deref());
+        let usual_output_tokens = || output_lengths.expected(request_keys);
         let resolved = ResolvedOptions::resolve(options, config, usual_output_tokens, now)?;
-        length_keys.program = resolved.as_ref().map_or(0, |resolved| resolved.program);
+        request_keys.program = resolved.as_ref().map_or(0, |resolved| resolved.program);
         let overrides = options.overrides;
         let scheme = HashScheme {
             block_size,
@@ -150,7 +150,7 @@ impl Prepared {
             prompt,
             prompt_tokens,
             options: resolved,
-            length_keys,
+            request_keys,
             speculative_prompt,
             kind,
             started: now,

@@ -213,8 +213,8 @@ impl Router {
             let before = self.views().status.state();
             let permit = self.intake().admit(&self.strands().scheduler)?;
             let lease = self.intake().directory.enter(request_id, prepared.prompt.clone(), self.edge().clock.now())?;
-            if !prepared.length_keys.is_empty() {
-                let _ = lease.length_keys.set(prepared.length_keys);
+            if !prepared.request_keys.is_empty() {
+                let _ = lease.request_keys.set(prepared.request_keys);
             }
             let guard = LeaseGuard::new(self.edge(), Arc::clone(&lease));
             // Restart time is excluded from the phase timings of a lost request.

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
-use crate::load::{LengthKeys, OutputBlocks, PrefillLoadHint, PromptBlocks, Weight};
+use crate::load::{OutputBlocks, PrefillLoadHint, PromptBlocks, RequestKeys, Weight};
 use crate::protocol::{BookingId, Generation, Slot, Timestamp};
 
 /// State of a lease. Transitions go only down this list.
@@ -58,7 +58,7 @@ pub struct Lease {
     /// The booked prefill and the time of booking.
     hint: OnceLock<(Option<PrefillLoadHint>, Timestamp)>,
     /// Keys of the request's output length statistics, set once.
-    pub length_keys: OnceLock<LengthKeys>,
+    pub request_keys: OnceLock<RequestKeys>,
     /// Whether the embedder has freed it by id, booked or not: a booking in progress must not be retried. Ending the lease
     /// is a separate step.
     pub freed: AtomicBool,
@@ -86,7 +86,7 @@ impl Lease {
             arrival,
             state: AtomicU64::new(PENDING),
             hint: OnceLock::new(),
-            length_keys: OnceLock::new(),
+            request_keys: OnceLock::new(),
             freed: AtomicBool::new(false),
             prefill_completed: AtomicBool::new(false),
             output: Mutex::default(),

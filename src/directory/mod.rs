@@ -111,7 +111,7 @@ impl Directory {
         let mut programs = BTreeSet::new();
         for part in &self.parts {
             let part = part.lock().unwrap_or_else(PoisonError::into_inner);
-            programs.extend(part.iter().filter_map(|lease| lease.length_keys.get()).map(|keys| keys.program));
+            programs.extend(part.iter().filter_map(|lease| lease.request_keys.get()).map(|keys| keys.program));
         }
         programs.remove(&0);
         programs.len()

@@ -23,13 +23,13 @@ const ANSWERS_MAX: u64 = 32;
 /// Means by key, each over approximately the last 32 responses.
 ///
 /// ```
-/// use pointsman::internals::load::{LengthKeys, OutputLengths};
+/// use pointsman::internals::load::{RequestKeys, OutputLengths};
 ///
 /// let lengths = OutputLengths::default();
-/// let keys = LengthKeys::of(Some("session"), Some("tenant"));
+/// let keys = RequestKeys::of(Some("session"), Some("tenant"));
 /// (0..4).for_each(|_| lengths.observe(keys, 200.0));
 /// assert_eq!(lengths.expected(keys), Some(200.0));
-/// assert_eq!(lengths.expected(LengthKeys::of(Some("another session"), Some("tenant"))), None);
+/// assert_eq!(lengths.expected(RequestKeys::of(Some("another session"), Some("tenant"))), None);
 /// ```
 #[derive(Debug)]
 pub struct OutputLengths {
@@ -39,14 +39,14 @@ pub struct OutputLengths {
 
 /// Keys of a request for statistics.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct LengthKeys {
+pub struct RequestKeys {
     session: Option<u64>,
     tenant: Option<u64>,
     /// Key of the program; 0 for none.
     pub program: u64,
 }
 
-impl LengthKeys {
+impl RequestKeys {
     /// The keys of a request of this session and tenant.
     #[must_use]
     pub fn of(session: Option<&str>, tenant: Option<&str>) -> Self {
@@ -69,7 +69,7 @@ impl Default for OutputLengths {
 
 impl OutputLengths {
     /// Adds a response of `tokens` tokens. Of two concurrent calls one may be lost.
-    pub fn observe(&self, keys: LengthKeys, tokens: f64) {
+    pub fn observe(&self, keys: RequestKeys, tokens: f64) {
         for key in [keys.session, keys.tenant].into_iter().flatten() {
             let cell = self.cell(key);
             let (answers, mean) = Self::read(cell, key).unwrap_or((0, 0.0));
@@ -81,7 +81,7 @@ impl OutputLengths {
 
     /// Expected tokens of a response: the mean of its session, else of its tenant, if based on enough responses.
     #[must_use]
-    pub fn expected(&self, keys: LengthKeys) -> Option<f64> {
+    pub fn expected(&self, keys: RequestKeys) -> Option<f64> {
         let mean = |key: Option<u64>, answers_min| {
             let (answers, mean) = Self::read(self.cell(key?), key?)?;
             (answers >= answers_min).then_some(mean)
@@ -117,7 +117,7 @@ mod tests {
     #[test]
     fn session_mean_takes_precedence_with_enough_responses() {
         let lengths = OutputLengths::default();
-        let (short, long) = (LengthKeys::of(Some("short"), Some("t")), LengthKeys::of(Some("long"), Some("t")));
+        let (short, long) = (RequestKeys::of(Some("short"), Some("t")), RequestKeys::of(Some("long"), Some("t")));
         for _ in 0..3 {
             lengths.observe(short, 10.0);
             lengths.observe(long, 1_000.0);
@@ -128,15 +128,15 @@ mod tests {
             lengths.observe(long, 1_000.0);
         }
         assert_eq!((lengths.expected(short), lengths.expected(long)), (Some(10.0), Some(1_000.0)));
-        let tenant = lengths.expected(LengthKeys::of(Some("new"), Some("t"))).expect("22 answers");
+        let tenant = lengths.expected(RequestKeys::of(Some("new"), Some("t"))).expect("22 answers");
         assert!((400.0..600.0).contains(&tenant), "{tenant}");
-        assert_eq!(lengths.expected(LengthKeys::default()), None);
+        assert_eq!(lengths.expected(RequestKeys::default()), None);
     }
 
     #[test]
     fn memory_is_bounded_and_means_are_not_mixed() {
         let lengths = OutputLengths::default();
-        let keys: Vec<LengthKeys> = (0..100_000).map(|n| LengthKeys::of(Some(&n.to_string()), None)).collect();
+        let keys: Vec<RequestKeys> = (0..100_000).map(|n| RequestKeys::of(Some(&n.to_string()), None)).collect();
         for (n, keys) in keys.iter().enumerate() {
             (0..4).for_each(|_| lengths.observe(*keys, n as f64));
         }

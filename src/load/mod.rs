@@ -36,7 +36,7 @@ pub use changes::BoardChanges;
 pub use curve::PrefillCurve;
 pub use estimate::{LearnedRate, PrefillEstimator};
 pub use hint::PrefillLoadHint;
-pub use lengths::{LengthKeys, OutputLengths};
+pub use lengths::{OutputLengths, RequestKeys};
 pub use limits::PromptLimits;
 pub use meter::SpeedMeter;
 pub use output::OutputBlocks;
