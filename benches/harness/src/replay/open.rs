@@ -85,11 +85,15 @@ async fn run_half<T: Target>(shared: &Arc<Shared<T>>, gaps: Gaps, part: u64, hal
             arrival = arrival.later(gaps.next().unwrap_or_default());
             arrival.wait();
             tasks.spawn_on(Arc::clone(&sender).request(number, call, arrival), &runtime);
+            // Ended tasks keep their memory until they are joined.
+            while let Some(request) = tasks.try_join_next() {
+                request.expect("request tasks end without panic")?;
+            }
         }
         sender.tally().counts.engine_cpu += thread_cpu() - started;
-        tasks
+        Ok::<_, Failed>(tasks)
     });
-    let mut tasks = pacer.await.expect("the pacer ends without panic");
+    let mut tasks = pacer.await.expect("the pacer ends without panic")?;
     while let Some(request) = tasks.join_next().await {
         request.expect("request tasks end without panic")?;
     }
