@@ -481,6 +481,25 @@ mod examples {
         router.apply(vec![full(1, &prompt), removed(0, &prompt), removed(2, &prompt)]);
         router.apply(vec![stored(3, "chunked_local_attention", None, &prompt, 0, &[1]), removed(3, &prompt)]);
         assert_eq!((overlap(&router, &prompt), &router.findings), (2, &BTreeMap::from([("not_main_attention", 4)])));
+        // Nor does an event of the main group with such a type.
+        router.apply(vec![stored(1, "quantum", None, &[7, 8], 0, &[1, 2]), removed(0, &prompt)]);
+        router.apply(vec![full(1, &[0, 2]), removed(1, &[0, 2])]);
+        assert_eq!((overlap(&router, &prompt), overlap(&router, &[7, 8])), (2, 0));
+    }
+
+    /// Removals of the main group would no longer apply to its blocks.
+    #[test]
+    fn a_main_group_of_another_type_leaves_no_stale_blocks() {
+        let (mut router, prompt) = (Router::new(), [0, 1]);
+        router.apply(vec![full(0, &prompt)]);
+        router.apply(vec![
+            stored(0, "mamba", None, &prompt, 0, &[2]),
+            stored(1, "sliding_window", Some(9), &prompt, 0, &[1, 2]),
+        ]);
+        router.apply(vec![removed(0, &prompt), removed(0, &prompt[..1])]);
+        assert_eq!(overlap(&router, &prompt), 0);
+        router.apply(vec![full(2, &prompt)]);
+        assert_eq!(router.index.held_blocks(), 2);
     }
 
     /// A restarted engine publishes its groups in another order.

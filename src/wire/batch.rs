@@ -154,9 +154,7 @@ impl Decoder {
 
     /// Skips unused items at any depth.
     pub(super) fn pass(&self, count: u64, cursor: &mut Cursor<'_>) -> Result<(), Finding> {
-        match cursor.pass(count, self.config.limits.nesting_max) {
-            Err(finding) if finding.ends_batch() => Err(finding),
-            Err(_) | Ok(()) => Ok(()),
-        }
+        let passed = cursor.pass(count, self.config.limits.nesting_max);
+        passed.or_else(|finding| if finding.ends_batch() { Err(finding) } else { Ok(()) })
     }
 }

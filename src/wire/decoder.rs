@@ -121,7 +121,8 @@ impl Decoder {
         self.fold.iter_mut().for_each(|fold| fold.start_batch());
         let mut report = self.batch(payload, events);
         if report.stored_blocks == 0 && self.fold.is_none() && self.groups.substitute() {
-            events.truncate(n_before);
+            let cleared = events.drain(n_before..).find(|event| event.data == KvEvent::TierCleared);
+            events.extend(cleared);
             report = self.batch(payload, events);
         }
         self.lists.wipe();

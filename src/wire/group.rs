@@ -49,25 +49,26 @@ impl Groups {
         self.known.to_vec()
     }
 
-    /// Remembers the type of a group from a store; removals do not state the window. Returns true if a group with full
-    /// attention replaces the substitute.
+    /// Remembers the type of a group from a store; removals do not state the window. A known type stays until the group has
+    /// another known one. Returns true if the blocks held so far are no longer those of the main group: a group with full
+    /// attention replaces the substitute, or the main group has another type.
     pub(super) fn learn(&mut self, event: &WireEvent<'_>, block_size: NonZeroU32) -> bool {
         let (Some(group), Some(kind), Tag::Stored) = (number(event), event.spec_kind, event.tag) else { return false };
         let window_blocks = window_blocks(kind, event.spec_window, block_size);
         let is_main = window_blocks == ALL_BLOCKS && self.main().is_none_or(|main| main.window_blocks != ALL_BLOCKS);
         let record = GroupRecord { group, window_blocks, is_main: false };
-        match self.known.iter().position(|known| known.group == group) {
-            Some(at) if self.known[at].window_blocks != window_blocks => self.known[at] = record,
+        let (at, had_main) = (self.known.iter().position(|known| known.group == group), self.main().is_some());
+        match at {
+            Some(at) if window_blocks > 0 && self.known[at].window_blocks != window_blocks => self.known[at] = record,
             Some(_) if !is_main => return false,
             Some(_) => {}
             None if self.known.len() == GROUPS_MAX => return false,
             None => self.known.push(record),
         }
-        is_main && {
-            let replaces_substitute = self.main().is_some();
+        if is_main {
             self.known.iter_mut().for_each(|record| record.is_main = record.group == group);
-            replaces_substitute
         }
+        had_main && (is_main || self.main().is_none())
     }
 
     /// The group of an event if it is beside the main one; `None` for the main group. While the main group is unknown,
@@ -77,7 +78,10 @@ impl Groups {
     /// [`Finding::NotMainAttention`] if the group has no effect on hits.
     pub(super) fn beside(&self, event: &WireEvent<'_>) -> Result<Option<BesideGroup>, Finding> {
         let known = number(event).and_then(|group| self.known.iter().find(|record| record.group == group));
+        // Removals have no window.
+        let is_odd = event.spec_kind.is_some_and(|kind| window_blocks(kind, Some(0), NonZeroU32::MIN) == 0);
         match (known, event.group_idx) {
+            (Some(record), _) if is_odd && record.window_blocks > 0 => Err(Finding::NotMainAttention),
             (Some(record), _) if record.is_main => Ok(None),
             (Some(record), _) => match NonZeroU32::new(record.window_blocks) {
                 Some(window_blocks) => Ok(Some(BesideGroup { number: record.group, window_blocks })),
