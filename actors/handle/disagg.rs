@@ -309,10 +309,7 @@ impl DisaggPlacement {
     /// Placement of the prefill; `None` if the decode rank computes it, or after its completion.
     #[must_use]
     pub fn prefill(&self) -> Option<&Placement> {
-        match &self.prefill {
-            PrefillPlacement::Remote(placement) => Some(placement),
-            PrefillPlacement::Completed | PrefillPlacement::Local(_) => None,
-        }
+        if let PrefillPlacement::Remote(placement) = &self.prefill { Some(placement) } else { None }
     }
 
     /// Placement of the request itself.
@@ -323,10 +320,7 @@ impl DisaggPlacement {
     /// Reason why the decode rank computes the prefill, if it does.
     #[must_use]
     pub fn why_local(&self) -> Option<&WhyLocal> {
-        match &self.prefill {
-            PrefillPlacement::Local(why) => Some(why),
-            PrefillPlacement::Remote(_) | PrefillPlacement::Completed => None,
-        }
+        if let PrefillPlacement::Local(why) = &self.prefill { Some(why) } else { None }
     }
 
     /// Reports that the prompt is computed and its blocks have reached the decode rank. Ends the booking on the prefill

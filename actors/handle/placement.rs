@@ -108,7 +108,7 @@ impl Placement {
     pub fn delivered_cached_tokens(&self, tokens: u32) {
         if self.prediction.is_first_report() {
             let _ = self.guard.lease.delivered_cached_tokens.set(tokens);
-            let predicted = self.cached_tokens();
+            let predicted = self.predicted_cached_tokens();
             self.guard.edge.meters.delivered(&self.prediction, predicted, tokens);
             if self.prediction.kind.is_some() {
                 self.address.entry.counts.reported(self.prediction.prompt_tokens, predicted, tokens);

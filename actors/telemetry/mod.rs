@@ -150,11 +150,11 @@ impl Funnel {
     fn count(&self, prompt_tokens: u32, block_size: u32, decision: &Decision) {
         // With windowed prompts, the last window may extend one token beyond the prompt.
         let reachable = decision.reachable_blocks().saturating_mul(block_size).min(prompt_tokens);
-        let selected = decision.cached_tokens().min(prompt_tokens);
+        let weighted = decision.cached_tokens().min(prompt_tokens);
         self.reachable.increment(u64::from(reachable));
-        self.selected.increment(u64::from(selected));
+        self.selected.increment(u64::from(decision.predicted_cached_tokens()));
         self.reachable_overlap_ratio.record(f64::from(reachable) / f64::from(prompt_tokens));
-        self.overlap_ratio.record(f64::from(selected) / f64::from(prompt_tokens));
+        self.overlap_ratio.record(f64::from(weighted) / f64::from(prompt_tokens));
         let forgone = decision.forgone_blocks();
         if forgone > 0 {
             self.forgone.increment(1);

@@ -137,12 +137,6 @@ impl BoardSlot {
         Arc::ptr_eq(reports_to, changes) && *of == slot
     }
 
-    /// Leaves the entry in the state of an unfinished [`publish`](Self::publish).
-    #[cfg(test)]
-    pub(crate) fn begin_write(&self) {
-        self.version.fetch_or(1, Ordering::Relaxed);
-    }
-
     /// The latest snapshot, or `None` if every attempt met a write: the caller keeps its last copy.
     #[must_use]
     pub fn read(&self) -> Option<BoardLoad> {
@@ -217,6 +211,13 @@ mod tests {
     use std::sync::atomic::AtomicBool;
 
     use super::*;
+
+    impl BoardSlot {
+        /// Leaves the entry in the state of an unfinished [`publish`](Self::publish).
+        pub(crate) fn begin_write(&self) {
+            self.version.fetch_or(1, Ordering::Relaxed);
+        }
+    }
 
     #[test]
     fn dead_writer_does_not_block_readers() {

@@ -23,6 +23,7 @@ pub struct Decision {
     pub(crate) overlap: TierOverlap,
     pub(crate) effective_overlap_blocks: f64,
     pub(crate) cached_tokens: u32,
+    pub(crate) predicted_cached_tokens: u32,
     pub(crate) shared_cache_blocks: u32,
     pub(crate) reachable_blocks: u32,
     pub(crate) prefill_load: Option<PrefillLoadHint>,
@@ -90,6 +91,13 @@ impl Decision {
     #[must_use]
     pub fn cached_tokens(&self) -> u32 {
         self.cached_tokens
+    }
+
+    /// Cached tokens that the engine is expected to report: as [`cached_tokens`](Self::cached_tokens), but blocks in lower
+    /// tiers count whole.
+    #[must_use]
+    pub fn predicted_cached_tokens(&self) -> u32 {
+        self.predicted_cached_tokens
     }
 
     /// Blocks of the shared cache beyond the rank's device blocks.
@@ -204,6 +212,7 @@ mod tests {
             overlap: TierOverlap { device_blocks: 2, ..TierOverlap::default() },
             effective_overlap_blocks: 2.0,
             cached_tokens: 32,
+            predicted_cached_tokens: 32,
             shared_cache_blocks: 0,
             reachable_blocks: 2,
             prefill_load: None,

@@ -18,6 +18,7 @@ impl<T, V: LoadView> Case<'_, T, V> {
         let (rank, request) = (&self.ranks().as_slice()[position], &pending.request);
         let overlap = self.overlap_on(rank);
         let overlap_tokens = self.cached_tokens(overlap);
+        let reusable_tokens = self.settings.pool.reusable_tokens(request.prompt_tokens);
         let is_latency = self.settings.is_in_seconds();
         let evaluated = (is_latency || self.targets().is_some()).then(|| {
             search
@@ -63,6 +64,7 @@ impl<T, V: LoadView> Case<'_, T, V> {
             overlap,
             effective_overlap_blocks: overlap.effective_blocks(self.settings.pool.tier_weights),
             cached_tokens: overlap_tokens,
+            predicted_cached_tokens: self.tokens(overlap.total_blocks().into()).min(reusable_tokens),
             shared_cache_blocks: request.shared_cache.beyond(overlap.device_blocks),
             reachable_blocks: reachable.map(|known| known.overlap.total_blocks()).max().unwrap_or(0),
             prefill_load: PrefillLoadHint::new(request.prompt_tokens, cached_tokens, track, expected_duration)

@@ -101,7 +101,7 @@ impl AccessRecord {
     }
 
     fn predicted(&mut self, placement: &Placement) {
-        self.predicted_cached_tokens = Some(placement.cached_tokens());
+        self.predicted_cached_tokens = Some(placement.predicted_cached_tokens());
         self.predicted_ttft = placement.predicted_ttft();
         self.forgone_blocks = placement.forgone_blocks();
     }

@@ -292,10 +292,10 @@ impl Fleet {
     }
 
     /// Sends one request with nothing else in flight and waits for its events. Returns predicted and delivered tokens.
-    pub(crate) async fn probe(&mut self, n: u64) -> (WorkloadRequest, u32, u32) {
+    pub(crate) async fn probe(&mut self, n: u64) -> (u32, u32) {
         let (request, id) = (Self::request(n), format!("probe-{n}"));
         let placement = self.router.route(request.route_request(&id)).await.expect("the request is placed");
-        let (rank, predicted) = (placement.rank(), placement.overlap().total_blocks() * BLOCK_SIZE);
+        let (rank, predicted) = (placement.rank(), placement.predicted_cached_tokens());
         let address = self.engine(usize::try_from(rank.worker.0).expect("a number")).address();
         let delivered = self.direct.complete(address, rank.rank, &request).await.expect("the engine answers");
         placement.prefill_completed();
@@ -307,7 +307,7 @@ impl Fleet {
             assert!(begun.elapsed() < PATIENCE, "{:#?}", self.behind());
             pace.tick().await;
         }
-        (request, predicted, delivered)
+        (predicted, delivered)
     }
 }
 

@@ -279,10 +279,7 @@ impl<T> PageFacts<T> {
     }
 
     fn known(&self) -> Option<&T> {
-        match self {
-            Self::Known(facts) => Some(facts),
-            Self::Unknown(_) | Self::Absent(_) => None,
-        }
+        if let Self::Known(facts) = self { Some(facts) } else { None }
     }
 
     fn bare_reason(&self) -> &str {
