@@ -17,6 +17,10 @@ removed and stored again afterwards.
 
 With offloading, vLLM loads a prompt of complete blocks in full, and reports all its tokens as cached: one block more than
 any prediction. Such an answer counts as `whole` only if the engine's events show the last block in host memory.
+
+At the end, the last salted prompts are compared with unknown prompts behind the same system prompt, for each other tenant:
+overlaps, the explanation of a decision, and the placement and answer of a request. In the dump, equal tokens have equal hashes
+for one tenant only.
 """
 
 import collections
@@ -56,6 +60,7 @@ class Events:
 
     def __init__(self, endpoint):
         self.names, self.history, self.removed = {}, collections.defaultdict(list), 0
+        self.contents = {}  # tenant and tokens by name
         self.socket = zmq.Context.instance().socket(zmq.SUB)
         self.socket.setsockopt(zmq.SUBSCRIBE, b"")
         self.socket.setsockopt(zmq.RCVHWM, 0)
@@ -78,7 +83,9 @@ class Events:
         keys = [event.get("cache_salt"), *((event.get("extra_keys") or [None])[0] or ())]
         for n, name in enumerate(event["block_hashes"]):
             tokens = tuple(event["token_ids"][n * BLOCK : (n + 1) * BLOCK])
-            self.names[behind or frozenset(filter(None, keys)), tokens] = behind = name
+            tenant = frozenset(filter(None, keys)) if behind is None else self.contents.get(behind, (None,))[0]
+            self.names[tenant if behind is None else behind, tokens] = behind = name
+            self.contents[name] = tenant, tokens
 
     def around(self, prompt, tokens, since):
         """Events of the block at this number of tokens: before a time, and after it."""
@@ -185,6 +192,64 @@ def overlaps(admin, prompt):
     return call(admin, f"/admin/models/{MODEL}/overlap", body, AUTHORIZED)["overlap"]["ranks"]
 
 
+def others_see(listen, admin, access, prompts, comparison):
+    """Lets every other tenant look for the last salted prompts. Returns what it finds, and counts of the comparisons."""
+    found, counts, sent = [], collections.Counter(), {}
+    for prompt in [prompt for prompt in prompts.recent if prompt.salt]:
+        counts["salted prompts"] += 1
+        counts["with blocks in host memory only"] += any(
+            row["host_pinned_blocks"] > row["device_blocks"] for row in overlaps(admin, prompt)
+        )
+        system = next(system for system in prompts.systems if prompt.tokens[: len(system)] == system)
+        sent[prompt.tokens[len(system)]] = prompt, system  # one prompt of each conversation
+        unknown = system + prompts.words(len(prompt.tokens) - len(system))
+        others = [names for names in prompts.kinds if names != {"salt": prompt.salt}]
+        for names in others:
+            views = [view(admin, Prompt(tokens, **names)) for tokens in (prompt.tokens, unknown)]
+            counts["views of others"] += 1
+            if views[0] != views[1]:
+                found.append(f"{names or 'plain'} sees {described(prompt)}: {views[0]}, of an unknown prompt {views[1]}")
+    for n, (prompt, system) in enumerate(sent.values()):
+        other = Prompt(prompt.tokens, **prompts.dice.choice([names for names in prompts.kinds if names != {"salt": prompt.salt}]))
+        delivered = complete(listen, other, 1, f"other-{n}")
+        predicted = line_of(access, f"other-{n}")["predicted_cached_tokens"] or 0
+        counts["requests of others"] += 1
+        if max(delivered, predicted) > len(system):
+            found.append(f"{described(other)} of another tenant: predicted {predicted}, cached {delivered}")
+    connection = http.client.HTTPConnection("127.0.0.1", admin, timeout=60)
+    connection.request("GET", f"/v1/index/dump?model={MODEL}&format=events", headers=AUTHORIZED)
+    contents = {name_of(name): content for events in comparison.events.values() for name, content in events.contents.items()}
+    hashes = {}
+    for line in connection.getresponse().read().splitlines():
+        for name, block_hash in blocks_of(json.loads(line)["data"]):
+            tenant, tokens = contents.get(name, (None, None))
+            counts["dumped blocks"] += 1
+            counts["dumped blocks with a salt or adapter"] += bool(tenant)
+            if tenant is not None and hashes.setdefault(block_hash, (tenant, tokens)) != (tenant, tokens):
+                found.append(f"the dump has one hash for blocks of {tenant} and {hashes[block_hash][0]}")
+    return found, counts
+
+
+def view(admin, prompt):
+    """What a tenant sees of a prompt, without costs, which change with time."""
+    body = {"tokens": prompt.tokens} | prompt.names()
+    explained = call(admin, f"/admin/models/{MODEL}/explain", body, AUTHORIZED)["explanation"]["ranks"]
+    ranks = call(admin, "/v1/index/overlaps", body | {"model": MODEL}, AUTHORIZED)["ranks"]
+    return ranks, [(rank["cached_tokens"], rank["overlap"]) for rank in explained]
+
+
+def name_of(name):
+    """The hash of a block as in the index."""
+    return int.from_bytes(name[-8:], "big") if isinstance(name, bytes) else name % 2**64
+
+
+def blocks_of(data):
+    """Name and hash of each block of a dumped event."""
+    if "stored" in data:
+        return [(block["engine_hash"], block["block_hash"]) for block in data["stored"]["blocks"]]
+    return [block for block in data.get("offloaded", {}).get("blocks", ()) if block[1] is not None]
+
+
 def lines_of(port, *names):
     """Lines of these metrics."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
@@ -279,6 +344,9 @@ def compare(listen, admin, access, engines, count, prompts, is_offloading):
     for kind, row in sorted(table.items()):
         print(f"{kind:<12} {sum(row[outcome] for outcome in outcomes):>9}" + "".join(f" {row[column]:>9}" for column in columns))
     print("also sent to the other engine: " + ", ".join(f"{others[outcome]} {outcome}" for outcome in outcomes))
+    found, counts = others_see(listen, admin, log, prompts, comparison)
+    print(", ".join(f"{count} {name}" for name, count in counts.items()))
+    comparison.differences += found
     events = events_of(listen)
     print("\n".join(events))
     loaded = [line for port in ports.values() for line in lines_of(port, "vllm:external_prefix_cache_hits_total")]

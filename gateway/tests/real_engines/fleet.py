@@ -229,7 +229,6 @@ def start_gateway(binary, directory, engines, policy=None, prefill_engines=(), a
         f"block_size = {BLOCK}",
         *([f'policy = "{policy}"'] if policy else []),
         f"events.audit_interval_ms = {audit_interval_ms}",
-        "index.host_hit_weight = 1.0",  # engines count offloaded blocks in full
         "[[models]]",
         f'name = "{MODEL}"',
         *lines_of_model,
