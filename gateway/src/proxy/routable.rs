@@ -213,7 +213,6 @@ impl RoutableRequest {
     pub(crate) fn known_lengths(&self) -> Known {
         Known {
             prompt_tokens: self.prompt_tokens.unwrap_or(0),
-            max_tokens: self.options.output_tokens_max.unwrap_or(0),
             max_model_len: self.model.router.max_model_len().unwrap_or(0),
         }
     }

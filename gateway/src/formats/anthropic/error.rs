@@ -1,8 +1,7 @@
 //! Errors in Anthropic's format.
 
 use axum::response::Response;
-use serde::Deserialize;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::formats::openai::ApiError;
 
@@ -61,11 +60,13 @@ pub(crate) fn error_response(error: ApiError, request_id: &str) -> Response {
 pub struct Known {
     /// Length of the prompt.
     pub prompt_tokens: u32,
-    /// Limit of the output.
-    pub max_tokens: u32,
     /// Longest sequence of the model.
     pub max_model_len: u32,
 }
+
+/// Names of the limit in context-length errors of vLLM, SGLang, TensorRT-LLM and llama.cpp, most with its value.
+const LENGTHS: &str = "context length|context size|context window|model length|sequence length|maximum input length|\
+                       maximum allowed length|multimodal tokens|max_model_len|max_num_tokens|max_seq_len";
 
 /// Message of a context-length error in Anthropic's words, which makes agents compact or shorten the output; `None` for
 /// another error.
@@ -79,71 +80,49 @@ pub struct Known {
 /// assert_eq!(in_anthropic_words("temperature must be at least 0", Known::default()), None);
 /// ```
 pub fn in_anthropic_words(message: &str, known: Known) -> Option<String> {
-    let message = message.to_ascii_lowercase();
-    let is_about_length = ["context length", "context size", "context window", "model length", "max_model_len"];
-    if !is_about_length.iter().any(|words| message.contains(words)) {
+    let message = message.to_ascii_lowercase().replace(['(', '`'], "");
+    if !LENGTHS.split('|').any(|words| message.contains(words)) {
         return None;
     }
-    let after = |words: &[&str]| words.iter().find_map(|words| number_at(message.split_once(words)?.1));
-    let before = |words: &[&str]| words.iter().find_map(|words| number_before(message.split_once(words)?.0));
-    let given = |number: u32| Some(u64::from(number)).filter(|number| *number > 0);
-    let limit = after(&[
-        "context length is ",
-        "context length of ",
-        "context length (",
-        "context length ",
-        "context size (",
-        "model length of ",
-        "max_model_len ",
-    ])
-    .or(given(known.max_model_len))?;
+    let number_in = |rest: &str| rest.split(|c: char| !c.is_ascii_digit()).next()?.parse::<u32>().ok();
+    let number_at_end = |text: &str| text.rsplit(|c: char| !c.is_ascii_digit()).next()?.parse().ok();
+    let following =
+        |words: &[&str]| words.iter().find_map(|words| number_in(message.split_once(words)?.1.trim_start()));
+    let before = |words: &[&str]| words.iter().find_map(|words| number_at_end(message.split_once(words)?.0));
+    let given = |number: u32| Some(number).filter(|number| *number > 0);
+    // Between words and number are `is`, `of` or `=`.
+    let limit_after = |rest: &str| number_in(rest.trim_start_matches([' ', '=', 'i', 's', 'o', 'f']));
+    let limit = LENGTHS
+        .split('|')
+        .find_map(|words| limit_after(message.split_once(words)?.1))
+        .or_else(|| following(&[">="]))
+        .or(given(known.max_model_len))?;
     let prompt = before(&[" input tokens", " in the messages", " tokens from the input messages"])
-        .or_else(|| after(&["the input (", "prompt length ", "total length ", "(length ", "prompt has "]))
-        .max(given(known.prompt_tokens))?;
+        .or_else(|| following(&["the input", "request", "prompt has", "prompt_len", "=>", "length"]))
+        .max(given(known.prompt_tokens));
     let output = before(&[" output tokens", " in the completion", " tokens for the completion"])
-        .or_else(|| after(&["too large: "]))
-        .or(given(known.max_tokens))
-        .unwrap_or(0);
-    match prompt {
-        _ if prompt >= limit || output == 0 => Some(format!("prompt is too long: {prompt} tokens > {limit} maximum")),
-        _ if prompt.saturating_add(output) > limit => Some(format!(
-            "input length and `max_tokens` exceed context limit: {prompt} + {output} > {limit}, decrease input length or \
-             `max_tokens` and try again"
-        )),
-        _ => None,
+        .or_else(|| following(&["too large:", "_tokens="]));
+    match (prompt.unwrap_or(0), output) {
+        (0, None) => None,
+        (prompt, Some(output)) if prompt < limit => (prompt.saturating_add(output) > limit).then(|| {
+            format!(
+                "input length and `max_tokens` exceed context limit: {prompt} + {output} > {limit}, decrease input \
+                 length or `max_tokens` and try again"
+            )
+        }),
+        // Some engines give a lower bound, or the length without the first output token.
+        (prompt, _) => {
+            let prompt = prompt.max(limit.saturating_add(1));
+            Some(format!("prompt is too long: {prompt} tokens > {limit} maximum"))
+        }
     }
-}
-
-/// The number at the beginning of a text.
-fn number_at(text: &str) -> Option<u64> {
-    text.split(|c: char| !c.is_ascii_digit()).next()?.parse().ok()
-}
-
-/// The number at the end of a text.
-fn number_before(text: &str) -> Option<u64> {
-    text.rsplit(|c: char| !c.is_ascii_digit()).next()?.parse().ok()
 }
 
 /// Message of an error in the formats of the gateway and of engines: `error.message`, `error`, `message` or `detail`.
 pub fn error_message(body: &[u8]) -> Option<String> {
-    #[derive(Deserialize)]
-    #[serde(untagged)]
-    enum Text {
-        Plain(String),
-        Object { message: String },
-    }
-    #[derive(Deserialize)]
-    struct ErrorBody {
-        error: Option<Text>,
-        message: Option<String>,
-        detail: Option<serde_json::Value>,
-    }
-    let body: ErrorBody = serde_json::from_slice(body).ok()?;
-    let error = body.error.map(|(Text::Plain(message) | Text::Object { message })| message);
+    let body: Value = serde_json::from_slice(body).ok()?;
+    let text = ["/error/message", "/error", "/message"].iter().find_map(|path| body.pointer(path)?.as_str());
     // FastAPI sends a text or a list of violations.
-    let detail = || match body.detail? {
-        serde_json::Value::String(detail) => Some(detail),
-        detail => Some(detail.to_string()),
-    };
-    error.or(body.message).or_else(detail)
+    let detail = || body.get("detail").filter(|detail| !detail.is_null());
+    text.or_else(|| detail()?.as_str()).map(str::to_owned).or_else(|| detail().map(Value::to_string))
 }

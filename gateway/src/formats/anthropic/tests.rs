@@ -63,7 +63,7 @@ fn content_without_a_counterpart_is_rejected_by_name() {
 
 #[test]
 fn context_errors_use_anthropics_words() {
-    let known = Known { prompt_tokens: 0, max_tokens: 32_000, max_model_len: 32_768 };
+    let known = Known { prompt_tokens: 0, max_model_len: 32_768 };
     for case in cases("context_errors") {
         let message = case[0].as_str().expect("text");
         assert_eq!(in_anthropic_words(message, known).as_deref(), case[1].as_str(), "{message}");
