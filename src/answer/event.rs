@@ -100,7 +100,9 @@ impl StreamEvent {
                 b"type" if depth == 1 => event.kind = text_of(value).map(NamedEvent::of).unwrap_or_default(),
                 b"error" if depth == 1 => event.is_error |= error::is_present(value),
                 b"object" if depth == 1 => event.is_error |= value.starts_with(b"\"error\""),
-                b"code" | b"status" | b"status_code" if depth == 1 => event.is_error |= error::status(value).is_some(),
+                b"code" | b"status" if depth == 1 => event.is_error |= error::status(value).is_some(),
+                // SGLang's `/generate` has it in `meta_info.finish_reason`.
+                b"status_code" if depth == 1 || depth == 3 => event.is_error |= error::status(value).is_some(),
                 // Only the usage of the event itself or of its response is parsed, because each parse is a further
                 // pass.
                 b"usage" if depth <= 2 && value.starts_with(b"{") => event.usage = usage_of(value).or(event.usage),

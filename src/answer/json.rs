@@ -5,14 +5,6 @@ pub(super) fn text_of(value: &[u8]) -> Option<&[u8]> {
     value.strip_prefix(b"\"")?.split(|byte| *byte == b'"').next()
 }
 
-/// Whether the text is one JSON object, judged by its brackets and strings.
-pub(super) fn is_object(json: &[u8]) -> bool {
-    let json = json.trim_ascii();
-    let mut keys = JsonKeys::of(json);
-    keys.by_ref().for_each(drop);
-    json.starts_with(b"{") && keys.is_closed && keys.rest.is_empty()
-}
-
 /// The count at the start of a value, if any.
 pub(super) fn number(value: &[u8]) -> Option<u32> {
     let digits = value.iter().take_while(|byte| byte.is_ascii_digit());

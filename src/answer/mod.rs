@@ -38,7 +38,6 @@ pub use usage::Usage;
 
 use error::status_of_event;
 use event::{EventStep, NamedEvent, StreamEvent, last_usage};
-use json::is_object;
 use repeated::TokenEvent;
 
 /// Maximum length of a line that is parsed completely.
@@ -225,7 +224,9 @@ impl AnswerReader {
                 let usage = last_usage(tail(&self.held));
                 self.learn(usage);
                 let is_whole = if self.bytes_read == self.held.len() as u64 {
-                    is_object(&self.held)
+                    let body = StreamEvent::read(&self.held);
+                    self.error_status = body.is_error().then(|| status_of_event(self.held.trim_ascii()));
+                    body.is_object
                 } else {
                     self.held.trim_ascii_end().ends_with(b"}")
                 };
@@ -281,7 +282,8 @@ impl AnswerReader {
         self.is_complete
     }
 
-    /// The HTTP status of the last error event of a stream: as a number or a name in the event, else 500.
+    /// The HTTP status of the last error event of a stream, or, after the end, of a short JSON body that is an error: as
+    /// a number or a name, else 500.
     #[must_use]
     pub fn error_status(&self) -> Option<u16> {
         self.error_status

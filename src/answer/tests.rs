@@ -186,6 +186,7 @@ fn an_error_event_has_a_status() {
         (500, r#"data: {"type":"error","error":{"type":"api_error","message":"dead"}}"#),
         (503, r#"data: {"type":"error","error":{"type":"overloaded_error","message":"dead"}}"#),
         (429, r#"data: {"type":"error","code":"rate_limit_exceeded","message":"slow"}"#),
+        (503, r#"data: {"text":"","meta_info":{"finish_reason":{"type":"abort","message":"full","status_code":503}}}"#),
         (500, &failed(r#"{"code":"server_error","message":"dead"}"#)),
         (500, &failed("null")),
         (
@@ -207,6 +208,10 @@ fn an_error_event_has_a_status() {
             assert_eq!((reader.is_decided(), reader.is_invalid()), (true, false), "{text}");
         }
         assert!(!events(&format!("{text}\n\n")).is_generating(), "{text}");
+        if let Some(body) = text.strip_prefix("data: ") {
+            let reader = read(AnswerKind::Json, &format!(" {body}\n"));
+            assert_eq!((reader.error_status(), reader.is_complete()), (Some(status), true), "{body}");
+        }
     }
     for none in [
         r#"data: {"error":null,"choices":[{"text":"a"}]}"#,
@@ -216,6 +221,7 @@ fn an_error_event_has_a_status() {
         "event: message\ndata: {\"choices\":[{\"text\":\"error\"}]}",
     ] {
         assert_eq!(events(&format!("{none}\n\n")).error_status(), None, "{none}");
+        assert_eq!(read(AnswerKind::Json, none.trim_start_matches("data: ")).error_status(), None, "{none}");
     }
 }
 

@@ -3,6 +3,8 @@
 //! An error event before the first token becomes the body of a response with an HTTP status, and an error after the head
 //! of a stream becomes its last events.
 
+use std::borrow::Cow;
+
 use axum::body::Bytes;
 use serde_json::{Value, json};
 
@@ -10,7 +12,7 @@ use crate::formats::anthropic::{error_body, error_message};
 use crate::formats::events::each_data;
 use crate::formats::openai::{Endpoint, ErrorType};
 
-/// The last error event of a stream as the body of a response with this status.
+/// The last error event of a stream, or a whole response that is an error, as the body of a response with this status.
 ///
 /// ```
 /// use pointsman_gateway::formats::stream_error::body_of;
@@ -20,7 +22,9 @@ use crate::formats::openai::{Endpoint, ErrorType};
 /// ```
 pub fn body_of(stream: &[u8], status: u16) -> Bytes {
     let stream = String::from_utf8_lossy(stream).replace("\r\n", "\n").replace('\r', "\n");
-    let data = each_data(&stream).filter(|data| !matches!(data.trim(), "" | "[DONE]")).last().unwrap_or_default();
+    let data = each_data(&stream).filter(|data| !matches!(data.trim(), "" | "[DONE]")).last();
+    let whole = || Some(Cow::from(&*stream)).filter(|whole| whole.trim_start().starts_with('{'));
+    let data = data.or_else(whole).unwrap_or_default();
     json!({ "error": error_object(data.trim().as_bytes(), status) }).to_string().into()
 }
 
@@ -46,8 +50,8 @@ pub fn events_of(endpoint: Endpoint, status: u16, body: &[u8]) -> String {
 /// The error in JSON or text, with all fields of OpenAI's format.
 fn error_object(data: &[u8], status: u16) -> Value {
     let value: Value = serde_json::from_slice(data).unwrap_or_default();
-    let inner = [value.get("error"), value.pointer("/response/error"), Some(&value)];
-    let inner = inner.into_iter().flatten().find_map(Value::as_object);
+    let inner = ["/error", "/response/error", "/meta_info/finish_reason", ""];
+    let inner = inner.into_iter().find_map(|path| value.pointer(path)?.as_object());
     let field = |name: &str| inner?.get(name).filter(|value| !value.is_null() && *value != "error").cloned();
     let text = || Some(String::from_utf8_lossy(data).into_owned()).filter(|text| value.is_null() && !text.is_empty());
     let message = || error_message(data).or_else(text).unwrap_or_else(|| "the worker reported an error".to_owned());
@@ -81,6 +85,12 @@ mod tests {
             ("event: error\ndata: dead\n\n", "dead", json!(502)),
             ("data: {\"error\":\r\ndata: \"dead\"}\r\n\r\ndata: [DONE]\r\n\r\n", "dead", json!(502)),
             ("event: error\n\n", "the worker reported an error", json!(502)),
+            (" {\"error\":\r\n{\"message\":\"dead\"}}", "dead", json!(502)),
+            (
+                "data: {\"meta_info\":{\"finish_reason\":{\"type\":\"abort\",\"message\":\"dead\"}}}\n\n",
+                "dead",
+                json!(502),
+            ),
         ] {
             let body: Value = serde_json::from_slice(&body_of(stream.as_bytes(), 502)).expect("JSON");
             assert_eq!((&body["error"]["message"], &body["error"]["code"]), (&message.into(), &code), "{stream}");

@@ -158,7 +158,7 @@ impl ResponseStart {
     }
 }
 
-/// The failure that an error event reports, as if the worker had responded with its status.
+/// The failure that an error event or body reports, as if the worker had responded with its status.
 fn error_event(status: u16, held: &VecDeque<Frame<Bytes>>) -> Failure {
     let stream: Vec<_> = held.iter().filter_map(Frame::data_ref).map(Bytes::as_ref).collect();
     let body = Some(body_of(&stream.concat(), status));

@@ -153,6 +153,7 @@ async fn a_worker_with_invalid_responses_receives_at_most_its_share() {
     case("200, garbage", true, garbage, "invalid_answer", 0).await;
     case("200, garbage", false, vec![full_response("200 OK", "{garbage")], "invalid_answer", 0).await;
     case("200, truncated JSON", false, vec![full_response("200 OK", "{\"choices\":[")], "invalid_answer", 0).await;
+    case("200, an error", false, vec![full_response("200 OK", r#"{"error":"dead"}"#)], "server_error", 0).await;
     let unfinished = vec![chunked_head(), chunk(EVENT), stream_end()];
     // A started stream cannot be retried, so responses are truncated until the rank is ejected: those of the failures,
     // of the other requests in flight, and of as many that are placed while the ejection is reported.
