@@ -75,12 +75,18 @@ async fn endpoints_of_engines_reach_a_worker_unchanged() {
     assert!(page.metric("pointsman_gateway_requests_total", &["endpoint=\"rerank\"", "status=\"200\""]) >= 3.0);
 }
 
+/// A stream in OpenAI's form.
+const TRANSCRIPT: &str = "data: {\"type\":\"transcript.text.delta\",\"delta\":\"a\"}\n\n\
+                          data: {\"type\":\"transcript.text.done\",\"text\":\"a\"}\n\n";
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn forms_go_to_a_worker_of_their_model() {
     let scripted = Scripted::start(|number| match number {
         0 => answer("200 OK", "{\"text\":\"hello\"}"),
         1 => vec![write("HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\ncontent-length: 5\r\n\r\nhello")],
-        _ => [stream(&["data: {\"x\":1}\n\n"]), vec![stream_end()]].concat(),
+        2 => [stream(&["data: {\"x\":1}\n\n"]), vec![stream_end()]].concat(),
+        3 => [stream(&["data: {\"error\":\"dead\"}\n\n"]), vec![stream_end()]].concat(),
+        _ => [stream(&[TRANSCRIPT]), vec![stream_end()]].concat(),
     })
     .await;
     let gateway = gateway(two_models(&scripted.url())).await;
@@ -99,6 +105,15 @@ async fn forms_go_to_a_worker_of_their_model() {
         assert!(got.head.starts_with(&format!("POST {path} HTTP/1.1\r\n")), "{}", got.head);
         assert_eq!(got.header("content-type"), Some("multipart/form-data; boundary=XyZ"));
         assert_eq!(got.text(), form("XyZ", "mock"), "the alias is replaced, all else unchanged");
+    }
+    let streamed =
+        "--XyZ\r\ncontent-disposition: form-data; name=stream\r\n\r\ntrue\r\n".to_owned() + &form("XyZ", "mock");
+    for (status, expected) in [(500, "\"message\":\"dead\""), (200, TRANSCRIPT)] {
+        let headers = "content-type: multipart/form-data; boundary=XyZ\r\n";
+        let path = "/v1/audio/transcriptions";
+        let served = request(gateway.address(), "POST", path, headers, streamed.as_bytes()).await;
+        assert_eq!((served.status, served.is_whole), (status, true));
+        assert!(served.text().contains(expected), "{}", served.text());
     }
     let unknown = send("/v1/audio/transcriptions", "none").await;
     assert_eq!((unknown.status, unknown.code().as_str()), (404, "model_not_found"));

@@ -73,6 +73,8 @@ impl NamedEvent {
             b"content_block_delta" => Self::Delta,
             b"content_block_stop" | b"message_delta" => Self::Other,
             b"message_stop" => Self::End,
+            b"transcript.text.delta" => Self::Delta,
+            b"transcript.text.done" => Self::End,
             name if name.starts_with(b"response.") && name.ends_with(b".delta") => Self::Delta,
             name if name.starts_with(b"response.") => Self::Other,
             _ => Self::None,

@@ -106,10 +106,11 @@ pub(crate) fn checked_kind(
     // vLLM sends embeddings in this form for `encoding_format: bytes`.
     let is_binary = !endpoint.generates() && content_type.starts_with(b"application/octet-stream");
     let is_encoded = headers.get(CONTENT_ENCODING).is_some_and(|encoding| encoding != "identity");
-    if is_binary || is_encoded || endpoint.form() != BodyForm::Json {
+    let is_expected = kind.accepts(content_type);
+    if is_binary || is_encoded || !is_expected && endpoint.form() != BodyForm::Json {
         return Ok(None);
     }
-    if kind.accepts(content_type) {
+    if is_expected {
         return Ok(Some(kind).filter(|_| endpoint.has_known_response(kind == AnswerKind::Events)));
     }
     Err(format!("content type {:?}", String::from_utf8_lossy(content_type)))

@@ -127,7 +127,9 @@ impl Endpoint {
         match self {
             Self::Generate => is_streamed,
             Self::Embeddings | Self::CountTokens => true,
-            _ => self.generates() && self.form() == BodyForm::Json,
+            // Whole transcriptions may be text or subtitles.
+            Self::Audio => is_streamed,
+            _ => self.generates(),
         }
     }
 
