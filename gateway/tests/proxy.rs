@@ -81,9 +81,9 @@ async fn responses_name_the_model_as_requested() {
     let whole =
         |name: &str| format!("{{\"choices\":[{{\"text\":\"\\\"model\\\":\\\"mock\\\"\"}}],\"model\": \"{name}\"}}");
     let (events, json) = (chunk("mock"), whole("mock"));
-    let scripted = Scripted::start(move |n| match n % 3 {
+    let scripted = Scripted::start(move |n| match n % 4 {
         0 => [stream(&[&events[..30], &events[30..], "data: [DONE]\n\n"]), vec![stream_end()]].concat(),
-        1 => answer("200 OK", &json),
+        1 | 2 => answer("200 OK", &json),
         _ => answer("400 Bad Request", &json),
     })
     .await;
@@ -91,14 +91,16 @@ async fn responses_name_the_model_as_requested() {
     settings.models[0].aliases = vec!["claude".to_owned()];
     let gateway = gateway(settings).await;
     for name in ["claude", "mock"] {
-        let ask = async |stream: bool| {
+        let ask = async |path: &str, stream: bool| {
             let body = json!({ "model": name, "prompt": [1], "stream": stream });
-            let answer = post(&gateway, "/v1/completions", &body).await;
+            let answer = post(&gateway, path, &body).await;
             (answer.status, answer.text().to_owned(), answer.is_whole)
         };
-        assert_eq!(ask(true).await, (200, chunk(name) + "data: [DONE]\n\n", true));
-        assert_eq!(ask(false).await, (200, whole(name), true));
-        assert_eq!(ask(false).await, (400, whole("mock"), true), "errors pass");
+        assert_eq!(ask("/v1/completions", true).await, (200, chunk(name) + "data: [DONE]\n\n", true));
+        for path in ["/v1/completions", "/v2/rerank"] {
+            assert_eq!(ask(path, false).await, (200, whole(name), true), "{path}");
+        }
+        assert_eq!(ask("/v1/completions", false).await, (400, whole("mock"), true), "errors pass");
     }
     assert!(scripted.requests().iter().all(|request| request.text().contains("\"mock\"")));
 }

@@ -185,8 +185,7 @@ async fn forward(
         known,
         is_cut_short: Arc::clone(account.is_cut_short.insert(Arc::default())),
     });
-    let is_known = endpoint.has_known_response(prepared.kind == AnswerKind::Events);
-    let renamed = prepared.answered_model.clone().filter(|_| !is_translated && is_known);
+    let renamed = prepared.answered_model.clone().filter(|_| !is_translated);
     let may_migrate = migration::is_enabled(context, account, &prepared);
     let (body, none) = (prepared.body.clone(), BTreeSet::new());
     let attempts = AttemptLoop::new(context, &prepared, (headers, request_id), body, &none);
@@ -223,7 +222,9 @@ fn start_response(
     let answer = follow(context, account, begin, request_id);
     let corrections =
         prefill.as_ref().filter(|(result, _)| *result == PrefillResult::Remote).map(|(_, corrections)| corrections);
-    let model = model.filter(|_| status.is_success() && !headers.contains_key(CONTENT_ENCODING));
+    let content_type = headers.get(CONTENT_TYPE).map_or(&b""[..], HeaderValue::as_bytes);
+    let is_text = [AnswerKind::Json, AnswerKind::Events].iter().any(|kind| kind.accepts(content_type));
+    let model = model.filter(|_| status.is_success() && is_text && !headers.contains_key(CONTENT_ENCODING));
     let body = match migration {
         None => rewritten(answer, is_events, corrections, model),
         Some(migration) => {
