@@ -77,11 +77,18 @@ async fn an_action_reaches_every_engine_by_its_own_path() {
     assert_eq!((failed.status, failed.json()["workers"].as_array().map(Vec::len)), (502, Some(1)), "{failed:?}");
     // No engine has it.
     assert_eq!(call(&client, "stop_profile", json!({})).await.status, 502);
-    for (action, body, status) in
-        [("explode", json!({}), 404), ("sleep", json!({ "timeout_ms": 0 }), 400), ("sleep", json!({ "x": 1 }), 400)]
-    {
+    for (action, body, status) in [
+        ("explode", json!({}), 404),
+        ("sleep", json!({ "timeout_ms": 0 }), 400),
+        ("sleep", json!({ "x": 1 }), 400),
+        ("sleep", json!({ "workers": ["1", "7"] }), 404),
+        ("sleep", json!({ "workers": ["1"] }), 200),
+    ] {
         assert_eq!(call(&client, action, body).await.status, status, "{action}");
     }
+    let completion = json!({ "model": "mock", "prompt": [1] }).to_string();
+    let served = client.send_as_client("/v1/completions", &completion).await;
+    assert_eq!(served.status, 200, "the other engine is awake");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -109,6 +109,12 @@ pub(super) async fn control(
         let message = format!("timeout_ms is {}, must be from 1 to {TIMEOUT_MS_MAX}", call.timeout_ms);
         return Err(ApiError::invalid("rule_broken", Some("timeout_ms"), message));
     }
+    let registered = model.router.workers();
+    let is_unknown = |id: &&Id| registered.iter().all(|entry| entry.worker != id.0);
+    if let Some(Id(unknown)) = call.workers.iter().flatten().find(is_unknown) {
+        let message = format!("worker {unknown} is not registered");
+        return Err(ApiError::new(StatusCode::NOT_FOUND, "worker_not_found", message));
+    }
     // A caller that leaves does not leave requests paused.
     let ran = tokio::spawn(async move { run(model, action, call, peer).await }).await;
     ran.map_err(|_| internal("the call was interrupted"))
@@ -116,7 +122,11 @@ pub(super) async fn control(
 
 async fn run(model: Arc<Model>, action: Action, call: Call, peer: ClientAddress) -> (StatusCode, Json<Value>) {
     let (name, _, _, effect) = action;
+    let workers = model.router.workers();
+    let is_part = call.workers.as_ref().is_some_and(|ids| ids.len() < workers.len());
     let pauses = match effect {
+        // The other workers serve the requests.
+        _ if is_part => None,
         Effect::Pauses(reason) => Some(reason),
         Effect::PausesMeanwhile => Some(Reason::Weights),
         Effect::None | Effect::Resumes(_) => None,
@@ -128,7 +138,7 @@ async fn run(model: Arc<Model>, action: Action, call: Call, peer: ClientAddress)
     let query = if call.query.is_empty() { String::new() } else { format!("?{}", call.query) };
     let within = Duration::from_millis(call.timeout_ms);
     let mut results = Vec::new();
-    for entry in model.router.workers().iter() {
+    for entry in workers.iter() {
         if call.workers.as_ref().is_none_or(|ids| ids.contains(&Id(entry.worker))) {
             let sent = (body.clone(), query.clone(), within);
             let change = Change::new(name, &model, entry.worker, peer);
