@@ -195,10 +195,7 @@ async fn apply(engine: &Arc<Engine>, change: Change) -> Result<(), MockError> {
     // Validate everything before the first change.
     format.map_or(Ok(()), EventFormat::validate).map_err(MockError::Config)?;
     engine.set_faults(faults)?;
-    match format {
-        Some(format) => engine.restart(format).await,
-        None => Ok(()),
-    }
+    if let Some(format) = format { engine.restart(format).await } else { Ok(()) }
 }
 
 fn faults_json(engine: &Engine) -> Value {
