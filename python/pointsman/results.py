@@ -96,6 +96,7 @@ class _Decision(TypedDict):
     overlap: TierOverlap
     effective_overlap_blocks: float
     cached_tokens: int
+    predicted_cached_tokens: int
     shared_cache_blocks: int
     reachable_blocks: int
     prefill_load: PrefillLoad | None
