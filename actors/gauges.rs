@@ -207,7 +207,7 @@ impl Gauges {
             ("pointsman_cold_ranks", views.cold.borrow().len()),
             ("pointsman_ejected_ranks", exclusions.ejected.len() + exclusions.down.len()),
             ("pointsman_eligible_ranks", views.eligible_ranks()),
-            ("pointsman_stalled_ranks", entries.iter().filter(|entry| entry.is_stalled(now)).count()),
+            ("pointsman_stalled_ranks", entries.iter().filter(|entry| entry.stalls.is_overdue(now)).count()),
             ("pointsman_refusing_ranks", exclusions.refusing.len()),
             ("pointsman_asleep_ranks", exclusions.asleep.len()),
             ("pointsman_leases", directory.len()),

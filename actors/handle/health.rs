@@ -80,11 +80,11 @@ impl Router {
         self.views().exclusions.get().asleep.contains(&rank)
     }
 
-    /// Ranks with waiting requests that make no progress, in rank order. Does not block.
+    /// Ranks that owe first tokens and make no progress, in rank order. Does not block.
     #[must_use]
     pub fn stalled(&self) -> BTreeSet<WorkerRank> {
         let now = self.edge().clock.now();
-        self.views().ranks.all().iter().filter(|entry| entry.is_stalled(now)).map(|entry| entry.rank).collect()
+        self.views().ranks.all().iter().filter(|entry| entry.stalls.is_overdue(now)).map(|entry| entry.rank).collect()
     }
 
     /// Latest load report of each rank's engine, in rank order; `None` without any report.

@@ -43,7 +43,7 @@ pub(crate) fn watch(config: &RouterConfig, clock: Clock, views: &Views, health: 
 
 /// One pass. `stalled` has the time since which each rank is known to be overdue.
 fn look(views: &Views, health: &Strand<HealthActor>, stalled: &mut BTreeMap<WorkerRank, Timestamp>, now: Timestamp) {
-    let entries = views.ranks.select(|entry| entry.is_stalled(now) || stalled.contains_key(&entry.rank));
+    let entries = views.ranks.select(|entry| entry.stalls.is_overdue(now) || stalled.contains_key(&entry.rank));
     if entries.is_empty() {
         return stalled.clear();
     }
@@ -51,8 +51,11 @@ fn look(views: &Views, health: &Strand<HealthActor>, stalled: &mut BTreeMap<Work
         |rank, since| entries.iter().any(|entry| entry.rank == rank && entry.stalls.has_progressed_since(since));
     let progressed: BTreeSet<WorkerRank> =
         stalled.iter().filter(|(rank, since)| has_progressed(**rank, **since)).map(|(rank, _)| *rank).collect();
-    let overdue: BTreeMap<WorkerRank, u64> =
-        entries.iter().filter(|entry| entry.is_stalled(now)).map(|entry| (entry.rank, entry.incarnation())).collect();
+    let overdue: BTreeMap<WorkerRank, u64> = entries
+        .iter()
+        .filter(|entry| entry.stalls.is_overdue(now))
+        .map(|entry| (entry.rank, entry.incarnation()))
+        .collect();
     stalled.retain(|rank, _| overdue.contains_key(rank));
     for rank in overdue.keys() {
         stalled.entry(*rank).or_insert(now);

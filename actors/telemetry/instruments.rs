@@ -113,7 +113,7 @@ instruments! {
     Gauge "pointsman_ejected_ranks" [] = "Ranks ejected for health.";
     Gauge "pointsman_eligible_ranks" [] = "Ranks that can serve: neither draining, asleep, unavailable nor ejected.";
     Gauge "pointsman_refusing_ranks" [] = "Ranks in a back-off after refused requests or a stall.";
-    Gauge "pointsman_stalled_ranks" [] = "Ranks with waiting requests without progress.";
+    Gauge "pointsman_stalled_ranks" [] = "Ranks that owe first tokens without progress.";
     Counter "pointsman_ejections_total" ["cause"] =
         "Ejections by cause: failed `probe`s of the engine, or `outcomes` of requests.";
     Gauge "pointsman_ranks" [] = "Registered ranks.";

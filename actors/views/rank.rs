@@ -52,11 +52,6 @@ impl RankEntry {
     pub(crate) fn incarnation(&self) -> u64 {
         u64::from(self.slot.0) << 32 | u64::from(self.generation.0)
     }
-
-    /// Whether its engine makes no progress, although it must.
-    pub(crate) fn is_stalled(&self, now: Timestamp) -> bool {
-        self.stalls.is_overdue(now) || self.engine_load.read().is_some_and(|load| self.stalls.is_silent(load.at, now))
-    }
 }
 
 /// The rank entries by slot. Written by the supervisor.

@@ -45,7 +45,7 @@ async fn stalled_engine_is_named_and_gets_no_requests() {
         page.text().lines().any(|line| line.starts_with("pointsman_stalled_ranks") && line.ends_with(" 1"))
     })
     .await;
-    let reason = "1 rank without progress, although requests wait";
+    let reason = "1 rank without progress, although first tokens are owed";
     let ready = get(&gateway, "/ready").await;
     assert!(ready.status == 200 && ready.text().contains(reason), "{}", ready.text());
 

@@ -6,7 +6,7 @@
 //! - *ejected on suspicion*: requests fail in another way. Not selected. Neither the last serving rank nor more than a
 //!   configured share of all ranks is ejected on suspicion; a rank beyond that limit remains in service as *suspected*.
 //! - *refusing*: the rank has recently refused a request. Selected after ranks that do not, until a back-off ends.
-//! - *stalled*: requests wait at the rank, and it makes no progress. Treated like a refusing one.
+//! - *stalled*: the rank owes first tokens and makes no progress. Treated like a refusing one.
 //! - *asleep*: the engine has reported that it sleeps. Never selected; requests may wait for it.
 //!
 //! Each of these states ends: by time, by successful probes, by an answered request, or when probing stops. Without

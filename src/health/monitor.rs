@@ -176,7 +176,7 @@ impl Monitor {
             .map(|_| format!("{} requests in a row failed, the last: {}", known.failures, known.last_failure.name()));
         let refusals = known.refusals.until.filter(|_| known.sentence.is_none());
         let refusals = refusals.map(|_| match known.refusals.is_stall {
-            true => "no progress, although requests wait".to_owned(),
+            true => "no progress, although first tokens are owed".to_owned(),
             false => format!("back-off {} in a row after refused requests", known.refusals.in_a_row),
         });
         let sleep = known.member.asleep.then(|| "its engine reports that it sleeps".to_owned());

@@ -11,10 +11,6 @@
 //! to load, a grammar to compile), so at least two must wait. A rank that has reported few first tokens is not judged.
 //! Both learned values come from the rank itself, without priors and bounds, so that engines of any speed are judged by
 //! their own one. Samples of a judged rank are at most the time allowed, so a hang does not make it tolerant.
-//!
-//! A whole response owes no first token. A process that hangs with such requests also stops its load reports, which
-//! arrive every second: without report and progress for the constant part, the rank is silent. After [`SILENT_MAX`] the
-//! cause may be the reports, and probes judge.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -37,9 +33,6 @@ const KEPT: f64 = 1.0 - 1.0 / 64.0;
 /// Time in which a past silence is forgotten, in seconds.
 const FORGET_SECONDS: f64 = 120.0;
 
-/// Time after the last load report of an engine from which a missing report proves nothing.
-const SILENT_MAX: Duration = Duration::from_secs(60);
-
 /// Figures of a stall meter for other threads.
 #[derive(Debug, Default)]
 pub struct StallCell {
@@ -47,8 +40,6 @@ pub struct StallCell {
     due: AtomicU64,
     /// Time of the last progress.
     progress_at: AtomicU64,
-    /// The constant part of the time allowed in nanoseconds while two or more requests wait, or 0.
-    slack: AtomicU64,
 }
 
 impl StallCell {
@@ -56,13 +47,6 @@ impl StallCell {
     #[must_use]
     pub fn is_overdue(&self, now: Timestamp) -> bool {
         (1..now.0).contains(&self.due.load(Ordering::Relaxed))
-    }
-
-    /// Whether two requests wait, and neither load reports nor progress have come since the report of `reported_at`.
-    #[must_use]
-    pub fn is_silent(&self, reported_at: Timestamp, now: Timestamp) -> bool {
-        let (age, slack) = (now.since(reported_at), self.slack.load(Ordering::Relaxed));
-        slack > 0 && (Duration::from_nanos(slack)..SILENT_MAX).contains(&age) && !self.has_progressed_since(reported_at)
     }
 
     /// Whether the rank has made progress after `then`.
@@ -155,7 +139,6 @@ impl StallMeter {
         let Some(hint) = hint else { return };
         let (work, is_reported) = (hint.work_tokens(), hint.is_reported());
         self.prefills.insert(booking, Unfinished { work, booked: now, is_reported });
-        self.publish_waiting();
         self.work += u64::from(work);
         self.owed += usize::from(is_reported);
         if is_reported && self.owed == 1 {
@@ -187,7 +170,6 @@ impl StallMeter {
 
     fn remove(&mut self, booking: BookingId) -> Option<Unfinished> {
         let prefill = self.prefills.remove(&booking)?;
-        self.publish_waiting();
         self.work -= u64::from(prefill.work);
         self.owed -= usize::from(prefill.is_reported);
         Some(prefill)
@@ -220,11 +202,6 @@ impl StallMeter {
             self.due = Some(now + Duration::try_from_secs_f64(self.allowed).unwrap_or(Duration::MAX));
         }
         self.publish();
-    }
-
-    fn publish_waiting(&self) {
-        let slack = if self.prefills.len() >= OWED_MIN { (self.slack * 1e9) as u64 } else { 0 };
-        self.cell.slack.store(slack, Ordering::Relaxed);
     }
 
     fn publish(&self) {
@@ -278,24 +255,6 @@ mod tests {
         assert!(!cell.is_overdue(at(now + 63.0)) && cell.is_overdue(at(now + 64.0)), "from the second one on");
         meter.ended(BookingId(50));
         assert!(!cell.is_overdue(at(now + 1e6)), "one is left");
-    }
-
-    #[test]
-    fn missing_load_reports_expose_whole_responses() {
-        let (mut meter, cell, now) = learned(0.1);
-        let whole = hint(1_000).map(PrefillLoadHint::unreported);
-        let reported = at(now + 0.1);
-        meter.booked(BookingId(50), whole, 0, at(now + 0.5));
-        assert!(!cell.is_silent(reported, at(now + 10.0)), "one request");
-        meter.booked(BookingId(51), whole, 0, at(now + 0.6));
-        assert!(!cell.is_silent(reported, at(now + 3.0)) && cell.is_silent(reported, at(now + 3.2)));
-        assert!(!cell.is_silent(reported, at(now + 60.2)), "the reports may have ended");
-        meter.ended(BookingId(50));
-        assert!(!cell.is_silent(reported, at(now + 10.0)), "one is left");
-        meter.booked(BookingId(52), hint(1_000), 0, at(now + 1.0));
-        meter.booked(BookingId(53), whole, 0, at(now + 1.0));
-        meter.progressed(BookingId(52), 0, at(now + 2.0));
-        assert!(!cell.is_silent(reported, at(now + 10.0)), "a first token has come");
     }
 
     #[test]

@@ -123,7 +123,7 @@ fn of_unread(workers: &[WorkerEntry]) -> Option<String> {
 }
 
 fn of_stalled(stalled: usize) -> Option<String> {
-    (stalled > 0).then(|| format!("{} without progress, although requests wait", ranks(stalled)))
+    (stalled > 0).then(|| format!("{} without progress, although first tokens are owed", ranks(stalled)))
 }
 
 /// Facts that engines do not report, by reason.
