@@ -85,14 +85,14 @@ class Engine:
 class Gateway:
     """A gateway with the model `mock` of engines. Its configuration can have further sections."""
 
-    def __init__(self, *engines, settings=(), address=None, config=""):
+    def __init__(self, *engines, settings=(), address=None, config="", tokens='source = "none"'):
         self.port = address or port()
         own = tempfile.mkdtemp(dir=DIRECTORY)
         path, log = os.path.join(own, "config.toml"), os.path.join(own, "log")
         with open(path, "w") as file:
             urls = [f"http://127.0.0.1:{engine.port}" for engine in engines]
             file.write(f'{config}\n[[models]]\nname = "mock"\nworker_urls = {json.dumps(urls)}\n')
-            file.write('[models.tokens]\nsource = "none"\n')
+            file.write(f"[models.tokens]\n{tokens}\n")
         arguments = ["serve", "--config", path, "--listen", f"127.0.0.1:{self.port}", "--reuse-port"]
         for setting in ("gateway.access_log=off", *settings):
             arguments += ["--set", setting]
@@ -406,9 +406,10 @@ async def http2_streams(address, count, tokens):
 
 def open_streams(streams):
     """Streams over HTTP/2, open at the same time: each has a connection to an engine."""
-    flags = ["--time-scale", "0.05", "--sequences-max", "20000", "--step-tokens-max", "20000", "--kv-blocks", "100000"]
+    flags = ["--time-scale", "0.02", "--sequences-max", "20000", "--step-tokens-max", "20000", "--kv-blocks", "100000"]
     engines = [Engine(*flags) for _ in range(4)]
-    with Gateway(*engines) as gateway:
+    # Few connections of clients leave the descriptors to those of engines.
+    with Gateway(*engines, settings=["gateway.connections_max=600"]) as gateway:
         time.sleep(2)
         base, peaks, is_over = gateway.anonymous_mib(), [0, 0], threading.Event()
 
@@ -431,6 +432,43 @@ def open_streams(streams):
     violations = [] if whole == streams else [f"{good} answered, {whole} whole"]
     kib = round((peaks[0] - base) * 1024 / max(1, peaks[1]), 1)
     report("open streams", violations, streams=streams, open_at_once=int(peaks[1]), kib_per_stream=kib)
+
+
+async def beside(address, clients, texts, seconds):
+    """Delays of short requests, one after the other, while clients send long prompts."""
+    is_over = asyncio.Event()
+
+    async def attack(n):
+        while not is_over.is_set():
+            await completion(address, body(f"{n} {random.choice(texts)}", 1))
+
+    attackers = [asyncio.create_task(attack(n)) for n in range(clients)]
+    end, delays = time.monotonic() + seconds, []
+    while time.monotonic() < end:
+        delays.append(await timed(completion(address, body(f"hello {len(delays)}", 1))))
+        await asyncio.sleep(0.05)
+    is_over.set()
+    await asyncio.gather(*attackers)
+    return sorted(delays)[len(delays) * 99 // 100]
+
+
+def hostile_prompts(clients, size, seconds):
+    """Prompts that are expensive to tokenize delay others no more than without tokenization."""
+    data = os.path.abspath("gateway/tests/data/tokens")
+    local = f'source = "local"\nchat_template_file = "{data}/text.jinja"\nparity_check = false\ntokenizer_file = '
+    words = " ".join(f"w{random.getrandbits(30):x}" for _ in range(size // 9))
+    kinds = {"one letter": "a" * size, "words": words, "marks": "\u0301" * (size // 2), "digits": "1" * size}
+    flags = ["--time-scale", "0", "--max-model-len", "600000", "--kv-blocks", "20000"]
+    for name, text in kinds.items():
+        p99 = {}
+        for kind in ("none", "tokenizer", "metaspace"):
+            with Engine(*flags) as one, Engine(*flags) as two:
+                tokens = 'source = "none"' if kind == "none" else f'{local}"{data}/{kind}.json"'
+                with Gateway(one, two, tokens=tokens) as gateway:
+                    p99[kind] = asyncio.run(beside(gateway.port, clients, [text], seconds))
+        late = [kind for kind, delay in p99.items() if delay > p99["none"] + 0.1]
+        milliseconds = {f"{kind}_ms": round(1000 * delay) for kind, delay in p99.items()}
+        report(f"hostile prompts, {name}", [f"{late}"] if late else [], **milliseconds)
 
 
 def disk(rounds, requests):
@@ -508,7 +546,8 @@ def main():
                 asyncio.run(handover(http2, stream_s, *((2, 8) if QUICK else (5, 40))))
         budget(64, 1.2)
         if not QUICK:
-            open_streams(9_000)
+            hostile_prompts(6, 400_000, 6)
+            open_streams(19_000)
         disk(5, 30 if QUICK else 300)
     finally:
         for process in started:
