@@ -93,7 +93,7 @@ impl ProgramMeters {
         if matches!(reply, Some(Err(TryRecvError::Empty))) {
             return;
         }
-        self.answer = Some(sources.scheduler.ask("ShowQueue", |scheduler| {
+        self.answer = Some(sources.scheduler.ask(|scheduler| {
             scheduler.show_queue();
             scheduler.programs()
         }));

@@ -39,8 +39,6 @@ mod views;
 #[cfg(any(feature = "discovery", feature = "zmq"))]
 mod worker_tasks;
 
-#[cfg(feature = "faults")]
-pub use delivery::fault::FaultMoment;
 #[cfg(feature = "kubernetes")]
 pub use discovery::KubernetesPods;
 pub use discovery::{DiscoverySource, StaticList};
@@ -53,7 +51,7 @@ pub use handle::{
     RecordedDecision, Router, RouterBuilder, SharedCache, SharedCacheFailure, SharedSummary,
 };
 #[cfg(feature = "faults")]
-pub use handle::{Fault, Hang, InjectedPanic};
+pub use handle::{Fault, Hang};
 #[cfg(feature = "tower")]
 pub use handle::{PlaceError, PlaceFuture, PlaceRequests, PlacedTarget, PlacementLayer};
 pub use io::BoxFuture;

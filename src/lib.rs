@@ -167,6 +167,8 @@ pub mod guide {}
 #[doc(hidden)]
 #[allow(missing_docs)]
 pub mod internals {
+    #[cfg(feature = "faults")]
+    pub use crate::actors::Hang;
     #[cfg(feature = "discovery")]
     pub use crate::actors::PlainEngineClient;
     #[cfg(feature = "runtime")]
@@ -174,8 +176,6 @@ pub mod internals {
         DisaggPlacement, KvAuditStatus, KvDifferenceStatus, OverlapScores, PendingClass, RankScores, RoutePhases,
         ShadowTotals, SharedCacheFailure, SharedSummary,
     };
-    #[cfg(feature = "faults")]
-    pub use crate::actors::{FaultMoment, Hang, InjectedPanic};
     #[cfg(feature = "tower")]
     pub use crate::actors::{PlaceFuture, PlaceRequests};
 

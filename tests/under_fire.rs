@@ -1,4 +1,4 @@
-//! Actors under fire: panics at every kind of message, restart storms, lost queues, floods, dropped calls, shutdowns.
+//! Actors under fire: deaths under load, restart storms, lost queues, floods, dropped calls, shutdowns.
 //!
 //! Each drill ends with the same checks: every call has returned, every placement has one booking, no booking is left,
 //! and the router serves. A drill prints a row of the table in docs/reliability.md. `UNDER_FIRE_ROUNDS` repeats it.
@@ -6,11 +6,7 @@
 #![allow(clippy::print_stdout, reason = "the counts are the output")]
 
 #[cfg(all(feature = "discovery", feature = "replicas", feature = "zmq"))]
-mod kinds;
-#[cfg(feature = "zmq")]
-mod sources;
-#[cfg(feature = "zmq")]
-mod supervisor;
+mod everything;
 
 use std::future::Future;
 use std::pin::pin;
@@ -20,9 +16,8 @@ use std::task::{Context, Waker};
 use std::time::Duration;
 
 use pointsman::error::{Down, RouteError};
+use pointsman::internals::Hang;
 use pointsman::internals::config::{QueueConfig, SupervisionConfig};
-#[cfg(feature = "zmq")]
-use pointsman::internals::{FaultMoment, Hang};
 use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::test_support::rank;
 use pointsman::{AddRequest, Fault, Placement, Prompt, RouteRequest, Router, RouterConfig};
@@ -94,15 +89,6 @@ async fn assert_unharmed(router: &Router) {
 
 async fn released(hang: Option<Hang>) {
     tokio::task::spawn_blocking(move || drop(hang)).await.expect("no panic");
-}
-
-/// Kinds of messages of an actor, each with a moment of the panic. `UNDER_FIRE_ROUNDS=2` covers both moments.
-#[cfg(feature = "zmq")]
-fn panics_of(fault: Fault) -> Vec<(&'static str, FaultMoment)> {
-    let moment = |n: usize| if n.is_multiple_of(2) { FaultMoment::Before } else { FaultMoment::After };
-    let kinds = fault.message_kinds().into_iter().enumerate();
-    let of_round = |round| kinds.clone().map(move |(n, kind)| (kind, moment(n + round)));
-    (0..rounds() as usize).flat_map(of_round).collect()
 }
 
 /// Checks that every permit is free: those of requests, and those of event blocks at the shard of rank 0.
@@ -207,13 +193,20 @@ async fn shutdown_under_load_ends_every_call() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn bookings_by_id_end_with_the_router() {
     suppress_fault_reports();
+    let tally = Arc::default();
     for fails in [true, false] {
         let router = router(config(), 2).await;
         router.add_request(AddRequest::new("by id", rank(0), Prompt::Tokens(&[1]))).await.expect("booked");
         let held = route(&router, "held", &tokens(1, 4)).await.expect("placed");
         if fails {
+            let callers = callers(&router, &tally, 4);
+            until("load", async || router.health().leases > 2).await;
             assert!(router.inject(Fault::Supervisor));
-            until("failure", async || router.health().state.is_err()).await;
+            for caller in callers {
+                let (_, error) =
+                    tokio::time::timeout(WAIT_MAX, caller).await.expect("every call returns").expect("no panic");
+                assert_eq!(error, RouteError::Down(Down::Failed));
+            }
         } else {
             assert_eq!(router.clone().shutdown(Duration::ZERO).await, 2);
         }

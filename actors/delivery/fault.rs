@@ -1,8 +1,6 @@
-//! Injected faults (feature `faults`): a panic or a hang that travels to an actor as a message, and a panic at a message
-//! of a chosen kind.
+//! Injected faults (feature `faults`): a panic or a hang that travels to an actor as a message.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::sync::mpsc;
 use std::thread::{self, ThreadId};
 
 /// Effect of a fault message when its actor handles it.
@@ -49,63 +47,6 @@ impl InjectedFault {
         match self {
             Self::Panic => self.apply(),
             Self::Hang(_) => drop(tokio::task::spawn_blocking(move || self.apply()).await),
-        }
-    }
-}
-
-/// Moment of an injected panic in the handling of a message.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FaultMoment {
-    /// Before the message has an effect.
-    Before,
-    /// After all its effects, and before its reply.
-    After,
-}
-
-/// Panic at the next message of one kind.
-pub(crate) struct MessageFault<M> {
-    pub(crate) is_kind: fn(&M) -> bool,
-    pub(crate) moment: FaultMoment,
-    pub(crate) began: Arc<AtomicBool>,
-}
-
-/// The panic that an actor has at a later message.
-pub(crate) struct ArmedFault<M>(Mutex<Option<MessageFault<M>>>);
-
-/// Panic after the handling of a message, if it is due then.
-#[must_use = "to be applied after the message is handled"]
-pub(crate) struct PanicAfter(bool);
-
-impl<M> Default for ArmedFault<M> {
-    fn default() -> Self {
-        Self(Mutex::new(None))
-    }
-}
-
-impl<M> ArmedFault<M> {
-    /// Replaces an earlier fault.
-    pub(crate) fn arm(&self, fault: MessageFault<M>) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(fault);
-    }
-
-    /// Panics if the fault is due before this message.
-    pub(crate) fn before(&self, msg: &M) -> PanicAfter {
-        let due = self.0.lock().unwrap_or_else(PoisonError::into_inner).take_if(|armed| (armed.is_kind)(msg));
-        if let Some(fault) = &due {
-            fault.began.store(true, Ordering::SeqCst);
-        }
-        match due.map(|fault| fault.moment) {
-            Some(FaultMoment::Before) => panic_now(),
-            Some(FaultMoment::After) => PanicAfter(true),
-            None => PanicAfter(false),
-        }
-    }
-}
-
-impl PanicAfter {
-    pub(crate) fn apply(self) {
-        if self.0 {
-            panic_now();
         }
     }
 }

@@ -63,9 +63,8 @@ pub(crate) trait DeferredReply: Send + Sized {
 /// Item of an inbox.
 pub(crate) enum Envelope<S: ActorState> {
     Msg(S::Msg),
-    /// A named query of the state. Only injected faults read the name.
-    #[cfg_attr(not(feature = "faults"), expect(dead_code, reason = "read by injected faults"))]
-    Query(&'static str, Box<dyn FnOnce(&mut S) -> Answer + Send>),
+    /// A query of the state.
+    Query(Box<dyn FnOnce(&mut S) -> Answer + Send>),
 }
 
 /// Delivers the result of a query.
@@ -122,8 +121,6 @@ pub(crate) struct Strand<S: ActorState> {
     task: Mutex<Option<Box<dyn StrandTask>>>,
     /// Permanent: the holder of the lock drops the state on release.
     closed: AtomicBool,
-    #[cfg(feature = "faults")]
-    armed: super::fault::ArmedFault<Envelope<S>>,
 }
 
 /// Place of one state.
@@ -177,8 +174,6 @@ impl<S: ActorState> Strand<S> {
             waiting: AtomicUsize::new(0),
             task: Mutex::new(None),
             closed: AtomicBool::new(false),
-            #[cfg(feature = "faults")]
-            armed: super::fault::ArmedFault::default(),
         })
     }
 
@@ -198,22 +193,17 @@ impl<S: ActorState> Strand<S> {
 
     /// Runs `read` as one step of the actor, in the order of messages, and its result after the step. If the query is
     /// lost, both are dropped. Needs neither a message of its own nor a reply, and allocates.
-    pub(crate) fn query<F: FnOnce() + Send + 'static>(
-        &self,
-        name: &'static str,
-        read: impl FnOnce(&mut S) -> F + Send + 'static,
-    ) {
-        self.tell_envelope(Envelope::Query(name, Box::new(|state| Box::new(read(state)))));
+    pub(crate) fn query<F: FnOnce() + Send + 'static>(&self, read: impl FnOnce(&mut S) -> F + Send + 'static) {
+        self.tell_envelope(Envelope::Query(Box::new(|state| Box::new(read(state)))));
     }
 
     /// As [`Strand::query`], with the result sent to the receiver.
     pub(crate) fn ask<T: Send + 'static>(
         &self,
-        name: &'static str,
         read: impl FnOnce(&mut S) -> T + Send + 'static,
     ) -> oneshot::Receiver<T> {
         let (reply, receiver) = oneshot::channel();
-        self.query(name, |state| {
+        self.query(|state| {
             let result = read(state);
             || drop(reply.send(result)) // the receiver may be dropped
         });
@@ -346,21 +336,10 @@ impl<S: ActorState> Strand<S> {
     }
 
     fn step(&self, state: &mut S, msg: Envelope<S>) -> Option<Deferred<S::Deferred>> {
-        #[cfg(feature = "faults")]
-        let after = self.armed.before(&msg);
-        let reply = match msg {
+        match msg {
             Envelope::Msg(msg) => state.step(msg).map(Deferred::Reply),
-            Envelope::Query(_, read) => Some(Deferred::Answer(read(state))),
-        };
-        #[cfg(feature = "faults")]
-        after.apply();
-        reply
-    }
-
-    /// Makes the actor panic at a later message.
-    #[cfg(feature = "faults")]
-    pub(crate) fn arm(&self, fault: super::fault::MessageFault<Envelope<S>>) {
-        self.armed.arm(fault);
+            Envelope::Query(read) => Some(Deferred::Answer(read(state))),
+        }
     }
 
     fn push(&self, msg: Envelope<S>) {

@@ -28,9 +28,6 @@ pub(crate) enum FollowerMsg {
     /// Injected fault: panic.
     #[cfg(feature = "faults")]
     Fault(crate::actors::delivery::fault::InjectedFault),
-    /// Injected fault at a later message.
-    #[cfg(feature = "faults")]
-    Arm(crate::actors::delivery::fault::MessageFault<Self>),
 }
 
 /// The source to follow and the receiver of its values.
@@ -47,8 +44,6 @@ pub(crate) type SourceReport = Arc<dyn Fn(SourceUpdate, Option<oneshot::Sender<(
 pub(crate) struct FollowerState {
     assignment: Assignment,
     following: AbortOnDrop,
-    #[cfg(feature = "faults")]
-    armed: crate::actors::delivery::fault::ArmedFault<FollowerMsg>,
 }
 
 /// The discovery actor; see the module documentation.
@@ -65,12 +60,7 @@ impl Actor for Follower {
         assignment: Assignment,
     ) -> Result<FollowerState, ActorProcessingErr> {
         let following = AbortOnDrop(tokio::spawn(follow(assignment.clone(), Duration::ZERO, PanicReport(myself))));
-        Ok(FollowerState {
-            assignment,
-            following,
-            #[cfg(feature = "faults")]
-            armed: crate::actors::delivery::fault::ArmedFault::default(),
-        })
+        Ok(FollowerState { assignment, following })
     }
 
     async fn handle(
@@ -79,8 +69,6 @@ impl Actor for Follower {
         msg: FollowerMsg,
         state: &mut FollowerState,
     ) -> Result<(), ActorProcessingErr> {
-        #[cfg(feature = "faults")]
-        let after = state.armed.before(&msg);
         match msg {
             FollowerMsg::Panicked => {
                 (state.assignment.report)(SourceUpdate::Failed(DiscoveryError::Panicked), None);
@@ -89,11 +77,7 @@ impl Actor for Follower {
             }
             #[cfg(feature = "faults")]
             FollowerMsg::Fault(injected) => injected.apply(),
-            #[cfg(feature = "faults")]
-            FollowerMsg::Arm(fault) => state.armed.arm(fault),
         }
-        #[cfg(feature = "faults")]
-        after.apply();
         Ok(())
     }
 }

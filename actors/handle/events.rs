@@ -104,7 +104,7 @@ impl Router {
     pub async fn flush(&self) -> Result<(), FlushError> {
         self.views().status.up()?;
         let since = self.views().status.state();
-        let replies: Vec<_> = self.strands().shards.iter().map(|shard| shard.ask("Flush", |_| ())).collect();
+        let replies: Vec<_> = self.strands().shards.iter().map(|shard| shard.ask(|_| ())).collect();
         for reply in replies {
             self.reply_of_shard(reply, since).await?;
         }
@@ -127,7 +127,7 @@ impl Router {
         let mut events = Vec::new();
         for rank in ranks {
             let Some(shard) = shards.of(rank) else { continue };
-            let reply = shard.ask("Dump", move |shard| shard.shell.dump(rank));
+            let reply = shard.ask(move |shard| shard.shell.dump(rank));
             events.extend(self.reply_of_shard(reply, since).await?);
         }
         // The remaining ranks of a shard that was lost between two ranks were dumped without their contents.

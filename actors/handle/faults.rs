@@ -139,7 +139,7 @@ impl Router {
 
 /// The fault happens in a step of the actor.
 fn inject<S: ActorState>(strand: &Strand<S>, injected: InjectedFault) {
-    strand.query("Fault", |_| {
+    strand.query(|_| {
         injected.apply();
         || {}
     });

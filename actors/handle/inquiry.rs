@@ -134,7 +134,7 @@ impl Router {
     pub async fn pending(&self) -> Result<Vec<PendingClass>, RouteError> {
         self.views().status.up()?;
         let before = self.views().status.state();
-        let answer = self.strands().scheduler.ask("Pending", |scheduler| scheduler.pending());
+        let answer = self.strands().scheduler.ask(|scheduler| scheduler.pending());
         match self.views().status.reply_of(answer, before).await {
             Some(pending) => Ok(pending),
             None => Err(self.views().status.up().err().map_or(RouteError::Lost { attempts: 1 }, RouteError::from)),
@@ -158,14 +158,14 @@ impl Router {
     /// ```
     pub async fn session_rank(&self, session: &SessionId) -> Option<WorkerRank> {
         let (before, session) = (self.views().status.state(), session.clone());
-        let answer = self.strands().scheduler.ask("Session", move |scheduler| scheduler.session_rank(&session));
+        let answer = self.strands().scheduler.ask(move |scheduler| scheduler.session_rank(&session));
         self.views().status.reply_of(answer, before).await.flatten()
     }
 
     /// Binds a session to a rank for the other replicas too, as a placement does: a name for state that only this rank has.
     pub fn bind_session(&self, session: &SessionId, rank: WorkerRank) {
         let session = session.clone();
-        self.strands().scheduler.query("Session", move |scheduler| {
+        self.strands().scheduler.query(move |scheduler| {
             scheduler.bind_session(&session, rank);
             || {}
         });

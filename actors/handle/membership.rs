@@ -111,7 +111,7 @@ impl Router {
         let before = self.views().status.state();
         self.strands().scheduler.tell(SchedulerMsg::Conditions);
         // If a dying scheduler drops the reply, its successor starts with these conditions.
-        let applied = self.strands().scheduler.ask("Applied", |_| ());
+        let applied = self.strands().scheduler.ask(|_| ());
         let _ = self.views().status.reply_of(applied, before).await;
         self.views().status.up()
     }

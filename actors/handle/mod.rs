@@ -18,8 +18,6 @@ mod inquiry;
 mod intake;
 mod lease_guard;
 mod membership;
-#[cfg(feature = "faults")]
-mod message_faults;
 mod overlap;
 mod placement;
 mod rank_report;
@@ -40,8 +38,6 @@ pub use disagg::{DisaggPlacement, Disaggregated, PrefillPlacement};
 #[cfg(feature = "faults")]
 pub use faults::{Fault, Hang};
 pub use inquiry::{OverlapScores, RankScores, SharedSummary};
-#[cfg(feature = "faults")]
-pub use message_faults::InjectedPanic;
 pub use placement::Placement;
 pub use request::AddRequest;
 pub use router::{Health, Router};

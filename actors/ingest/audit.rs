@@ -140,7 +140,7 @@ impl Reader {
         let (rank, generation) = (self.entry.rank, self.entry.generation);
         let before = self.dependencies.status.state();
         let shard = self.dependencies.shards.of(rank)?;
-        let digest = shard.ask("Digest", move |shard| shard.shell.digest(rank, generation));
+        let digest = shard.ask(move |shard| shard.shell.digest(rank, generation));
         self.dependencies.status.reply_of(digest, before).await.flatten()
     }
 
@@ -148,7 +148,7 @@ impl Reader {
         let (rank, generation) = (self.entry.rank, self.entry.generation);
         let before = self.dependencies.status.state();
         let shard = self.dependencies.shards.of(rank)?;
-        let names = shard.ask("Names", move |shard| shard.shell.names(rank, generation));
+        let names = shard.ask(move |shard| shard.shell.names(rank, generation));
         let names = self.dependencies.status.reply_of(names, before).await.flatten()?;
         Some(names.into_iter().collect())
     }

@@ -41,9 +41,6 @@ pub(crate) enum IngestMsg {
     /// Injected fault of the reader.
     #[cfg(feature = "faults")]
     Fault(crate::actors::delivery::fault::InjectedFault),
-    /// Injected fault of this actor at a later message.
-    #[cfg(feature = "faults")]
-    Arm(crate::actors::delivery::fault::MessageFault<Self>),
     /// The reader has panicked.
     Died(String),
 }
@@ -99,8 +96,6 @@ fn wire_config(config: &RouterConfig, entry: &RankEntry, worker: &WorkerConfig) 
 pub(crate) struct IngestState {
     reader: AbortHandle,
     commands: mpsc::Sender<Command>,
-    #[cfg(feature = "faults")]
-    armed: crate::actors::delivery::fault::ArmedFault<IngestMsg>,
 }
 
 impl Drop for IngestState {
@@ -133,12 +128,7 @@ impl Actor for Ingest {
                 drop(myself.send_message(IngestMsg::Died(error.to_string())));
             }
         });
-        Ok(IngestState {
-            reader: watched,
-            commands,
-            #[cfg(feature = "faults")]
-            armed: crate::actors::delivery::fault::ArmedFault::default(),
-        })
+        Ok(IngestState { reader: watched, commands })
     }
 
     async fn handle(
@@ -147,8 +137,6 @@ impl Actor for Ingest {
         msg: IngestMsg,
         state: &mut IngestState,
     ) -> Result<(), ActorProcessingErr> {
-        #[cfg(feature = "faults")]
-        let after = state.armed.before(&msg);
         match msg {
             // Full: a replay request is queued.
             IngestMsg::Resync => drop(state.commands.try_send(Command::Resync)),
@@ -158,12 +146,8 @@ impl Actor for Ingest {
             IngestMsg::Restore => drop(state.commands.try_send(Command::Restore)),
             #[cfg(feature = "faults")]
             IngestMsg::Fault(injected) => drop(state.commands.try_send(Command::Fault(injected))),
-            #[cfg(feature = "faults")]
-            IngestMsg::Arm(fault) => state.armed.arm(fault),
             IngestMsg::Died(reason) => return Err(reason.into()),
         }
-        #[cfg(feature = "faults")]
-        after.apply();
         Ok(())
     }
 }

@@ -19,7 +19,7 @@ impl Reader {
         let Some((recorded, shard)) = recorded.zip(self.dependencies.shards.of(rank)) else {
             return; // dropping the reply leaves out the rank
         };
-        let dumped = shard.ask("DumpRank", move |shard| shard.shell.dump_rank(rank, generation));
+        let dumped = shard.ask(move |shard| shard.shell.dump_rank(rank, generation));
         drop(reply.send((recorded, dumped)));
     }
 

@@ -47,8 +47,7 @@ impl RoutedSharing {
         let blocks_max = (BLOCKS_MAX / self.answers.len().max(1)).max(1);
         let mut all_dropped = 0;
         for (shard, answer) in self.shards.iter().zip(&mut self.answers) {
-            let receiver =
-                answer.get_or_insert_with(|| shard.ask("TakeRouted", move |shard| shard.shell.take_routed(blocks_max)));
+            let receiver = answer.get_or_insert_with(|| shard.ask(move |shard| shard.shell.take_routed(blocks_max)));
             // An idle shard has replied already. The reply of a busy one is published after the next interval.
             match receiver.try_recv() {
                 Ok((prompts, dropped)) => {

@@ -43,7 +43,7 @@ impl SessionSharing {
         if self.answer.is_none() {
             let (life, period) = (self.bus.life(), REPEAT_INTERVAL * replicas);
             let share = move |scheduler: &mut Scheduler| scheduler.share_sessions(life, period, BYTES_MAX);
-            self.answer = Some(self.scheduler.ask("ShareSessions", share));
+            self.answer = Some(self.scheduler.ask(share));
         }
         // An idle scheduler has replied already. The reply of a busy one is published after the next interval.
         match self.answer.as_mut().map(oneshot::Receiver::try_recv) {
@@ -67,7 +67,7 @@ impl SessionSharing {
             return Ok(1);
         }
         let applied = Arc::clone(&self.applied);
-        self.scheduler.query("ReceiveSessions", move |scheduler| {
+        self.scheduler.query(move |scheduler| {
             scheduler.receive_sessions(&bindings);
             drop(applied);
             || {}

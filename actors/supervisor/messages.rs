@@ -39,9 +39,6 @@ pub(crate) enum SupervisorMsg {
     /// Injected fault of the supervisor.
     #[cfg(feature = "faults")]
     Fault(crate::actors::delivery::fault::InjectedFault),
-    /// Injected fault of the supervisor at a later message.
-    #[cfg(feature = "faults")]
-    Arm(crate::actors::delivery::fault::MessageFault<SupervisorMsg>),
     /// Injected fault of the KV event reader of a rank, as a message to it.
     #[cfg(all(feature = "faults", feature = "zmq"))]
     IngestFault(WorkerRank, crate::actors::ingest::IngestMsg),

@@ -58,8 +58,6 @@ impl Actor for Supervisor {
             misses_next_update: false,
             #[cfg(feature = "zmq")]
             readers: Readers::new(),
-            #[cfg(feature = "faults")]
-            armed: crate::actors::delivery::fault::ArmedFault::default(),
             pings_handled: Arc::default(),
             watchdog: None,
         };
@@ -79,12 +77,7 @@ impl Actor for Supervisor {
         msg: SupervisorMsg,
         state: &mut SupervisorState,
     ) -> Result<(), ActorProcessingErr> {
-        #[cfg(feature = "faults")]
-        let after = state.armed.before(&msg);
-        let handled = state.on_message(msg).await;
-        #[cfg(feature = "faults")]
-        after.apply();
-        handled
+        state.on_message(msg).await
     }
 
     async fn handle_supervisor_evt(
@@ -150,11 +143,6 @@ impl SupervisorState {
             #[cfg(feature = "faults")]
             SupervisorMsg::Fault(injected) => {
                 injected.apply();
-                Ok(())
-            }
-            #[cfg(feature = "faults")]
-            SupervisorMsg::Arm(fault) => {
-                self.armed.arm(fault);
                 Ok(())
             }
             #[cfg(all(feature = "faults", feature = "zmq"))]

@@ -42,8 +42,6 @@ pub(crate) struct SupervisorState {
     pub(super) pings_handled: Arc<AtomicU64>,
     /// Absent if hangs are not detected.
     pub(super) watchdog: Option<WatchdogGuard>,
-    #[cfg(feature = "faults")]
-    pub(super) armed: crate::actors::delivery::fault::ArmedFault<SupervisorMsg>,
     /// Dropped with the state, also by a panic.
     pub(super) _guard: FailGuard,
 }

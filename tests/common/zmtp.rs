@@ -9,7 +9,6 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use pointsman::internals::ingest::{DIGEST_REQUEST, NAMES_REQUEST};
 use pointsman::protocol::{EngineHash, KvEvent, KvEventsConfig, RouterEvent};
 use pointsman_trial::engine::{self, Block, CacheEvent, Tier};
 use pointsman_trial::kv_events::{Dialect, Encoder};
@@ -172,11 +171,7 @@ struct State {
     subscribers: Vec<mpsc::UnboundedSender<Vec<u8>>>,
     /// Connections that have not subscribed yet.
     greeting: usize,
-    audit_reply: Option<AuditReply>,
 }
-
-/// Contents of the engine, by the number of the request.
-type AuditReply = Arc<dyn Fn(u64) -> Vec<u8> + Send + Sync>;
 
 impl State {
     fn keep(&mut self, payload: &[u8]) -> u64 {
@@ -209,7 +204,6 @@ impl Publisher {
             replays_with_topic,
             subscribers: Vec::new(),
             greeting: 0,
-            audit_reply: None,
         };
         let state = Arc::new(Mutex::new(state));
         let (live, replay) = (listen().await, listen().await);
@@ -252,11 +246,6 @@ impl Publisher {
     pub(crate) fn disconnect(&self) {
         self.state().subscribers.clear();
         self.cut.send_modify(|cut| *cut += 1);
-    }
-
-    /// Responds to audits from now on.
-    pub(crate) fn reply_to_audits(&self, reply: impl Fn(u64) -> Vec<u8> + Send + Sync + 'static) {
-        self.state().audit_reply = Some(Arc::new(reply));
     }
 
     /// Open connections.
@@ -364,12 +353,9 @@ async fn answer(mut stream: TcpStream, state: Arc<Mutex<State>>) -> std::io::Res
                 Some(topic) => message(&[b"", topic, &sequence.to_be_bytes(), payload]),
                 None => replay_message(sequence, payload),
             };
-            let is_audit = matches!(from, DIGEST_REQUEST | NAMES_REQUEST);
-            let contents = state.audit_reply.as_ref().filter(|_| is_audit).map(|reply| reply(from));
-            let contents = contents.map(|contents| parts(state.next, &contents));
             let asked = state.ring.iter().filter(|(sequence, _)| *sequence >= from);
             let answers = asked.flat_map(|(sequence, payload)| parts(*sequence, payload));
-            contents.into_iter().flatten().chain(answers).chain(parts(u64::MAX, b"")).collect::<Vec<u8>>()
+            answers.chain(parts(u64::MAX, b"")).collect::<Vec<u8>>()
         };
         stream.write_all(&answers).await?;
     }

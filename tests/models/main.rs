@@ -21,7 +21,6 @@ mod membership {
 mod actors {
     pub(crate) mod delivery {
         #[cfg(feature = "faults")]
-        #[expect(unreachable_pub, reason = "a part of the crate's interface, and of no interface here")]
         pub(crate) mod fault;
         pub(crate) mod strand;
 

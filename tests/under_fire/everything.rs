@@ -1,6 +1,4 @@
-//! A panic at every kind of message of every actor that is restarted, under load.
-//!
-//! A kind that the load never causes fails its drill.
+//! Deaths of every actor that is restarted while a router does everything that it can do.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -8,7 +6,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use pointsman::config::{EventMode, SpeculativeModel};
-use pointsman::internals::FaultMoment;
 use pointsman::internals::config::{
     EventsConfig, HealthConfig, IndexConfig, LoadConfig, QueueConfig, SpeculativeConfig,
 };
@@ -18,17 +15,12 @@ use pointsman::{
     AddRequest, Constraints, EngineReading, Fault, HealthState, Outcome, Placement, Prompt, RankConditions, RankHealth,
     ReplicaId, ReplicaLife, RequestOptions, RouteRequest, Router, RouterConfig, SessionId,
 };
-use tokio::time::Instant;
 
-use super::sources::OF_READERS;
-use super::{Tally, assert_permits_are_free, assert_unharmed, dropped_after, panics_of};
+use super::{Tally, assert_permits_are_free, assert_unharmed, dropped_after, rounds};
 use crate::common::{WAIT_MAX, cleared, config, loads, stored, suppress_fault_reports, tokens, until};
 
 /// Rank that comes and goes. No other calls than its own choose it.
 const PASSING: WorkerId = WorkerId(9);
-
-/// Kinds of messages to a shard with modelled caches.
-const OF_MODELLED_CACHES: [&str; 2] = ["Released", "TakeRouted"];
 
 fn with_queue() -> RouterConfig {
     let speculative = SpeculativeConfig { with_events_ttl_ms: Some(1_000), ..config().index.speculative };
@@ -259,33 +251,26 @@ impl World {
         assert_eq!((self.router.health().leases, self.peer.health().leases), (0, 0));
     }
 
-    /// Panics at the next message of a kind, which the load must cause.
-    async fn panic_at(self: &Arc<Self>, fault: Fault, kind: &str, moment: FaultMoment) {
-        let (before, started) = (self.router.health().restarts, Instant::now());
+    /// An actor dies after a number of requests of the load. The load and its books are complete nevertheless.
+    async fn die_at(self: &Arc<Self>, fault: Fault, requests: u64) {
+        let (before, at) = (self.router.health().restarts, self.ids.load(Ordering::Relaxed) + requests);
         self.tally.inject(1);
-        let injected = self.router.inject_at(fault, kind, moment).expect("an actor with this kind");
-        for loads in 0.. {
-            let held = self.load().await;
-            self.assert_booked_once(held).await;
-            if injected.has_begun() {
-                break;
-            }
-            assert!(started.elapsed() < WAIT_MAX, "the load causes no {kind} at {fault:?}");
-            if loads > 2 {
-                tokio::time::sleep(Duration::from_millis(100)).await; // for a message of a timer
-            }
-        }
-        let is_released = kind == "Retire"; // a sequence actor that dies on its removal has no successor
-        until("restart", async || is_released || self.router.health().restarts > before).await;
+        let death = async {
+            until("the request", async || self.ids.load(Ordering::Relaxed) >= at).await;
+            assert!(self.router.inject(fault), "an actor");
+        };
+        let (held, ()) = tokio::join!(self.load(), death);
+        self.assert_booked_once(held).await;
+        until("restart", async || self.router.health().restarts > before).await;
     }
 }
 
-async fn panics_at(faults: &[Fault], kinds: impl Fn(&str) -> bool, config: RouterConfig, row: &str) {
+async fn actors_die(faults: &[Fault], config: RouterConfig, row: &str) {
     suppress_fault_reports();
     let world = World::start(config).await;
-    for fault in faults {
-        for (kind, moment) in panics_of(*fault).into_iter().filter(|(kind, _)| kinds(kind)) {
-            world.panic_at(*fault, kind, moment).await;
+    for (round, requests) in (0..rounds()).flat_map(|round| [0, 8, 16].map(|requests| (round, requests))) {
+        for fault in faults {
+            world.die_at(*fault, requests + round % 8).await;
         }
     }
     assert_unharmed(&world.router).await;
@@ -294,31 +279,11 @@ async fn panics_at(faults: &[Fault], kinds: impl Fn(&str) -> bool, config: Route
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn scheduler_panics_at_every_kind_of_message() {
-    panics_at(&[Fault::Scheduler], |_| true, with_queue(), "scheduler, each kind of message").await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn shard_panics_at_every_kind_of_message() {
-    let elsewhere = |kind: &str| OF_READERS.contains(&kind) || OF_MODELLED_CACHES.contains(&kind);
-    let shard = [Fault::Radix(rank(PASSING.0))];
-    panics_at(&shard, |kind| !elsewhere(kind), with_queue(), "shard, each kind of message").await;
-    let row = "shard with modelled caches, each kind of message";
-    panics_at(&shard, |kind| OF_MODELLED_CACHES.contains(&kind), with_modelled_caches(), row).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn sequence_actor_panics_at_every_kind_of_message() {
-    let is_of_requests = |kind: &str| matches!(kind, "Load" | "Book" | "Reconcile");
-    panics_at(&[Fault::Sequence(rank(0))], is_of_requests, with_queue(), "sequence actor, each kind of message").await;
-    let row = "sequence actor, each kind of message of drains and removals";
-    panics_at(&[Fault::Sequence(rank(PASSING.0))], |kind| !is_of_requests(kind), with_queue(), row).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn health_actors_panic_at_every_kind_of_message() {
-    let (faults, row) = ([Fault::Health, Fault::EngineLoads], "health and engine load actors, each kind of message");
-    panics_at(&faults, |kind| !["Probed", "Stalls"].contains(&kind), with_queue(), row).await;
-    panics_at(&faults[..1], |kind| kind == "Probed", with_probes(), "health actor, results of probes").await;
-    panics_at(&faults[..1], |kind| kind == "Stalls", with_stalls(), "health actor, stalled ranks").await;
+async fn actors_die_while_a_router_does_everything() {
+    let of_requests = [Fault::Scheduler, Fault::Radix(rank(PASSING.0)), Fault::Sequence(rank(0))];
+    actors_die(&of_requests, with_queue(), "scheduler, shard or sequence actor, under everything").await;
+    actors_die(&[Fault::Radix(rank(0))], with_modelled_caches(), "shard with modelled caches, under everything").await;
+    let of_reports = [Fault::Health, Fault::EngineLoads];
+    actors_die(&of_reports, with_probes(), "health or engine load actor, failing probes").await;
+    actors_die(&of_reports[..1], with_stalls(), "health actor, stalled ranks").await;
 }
