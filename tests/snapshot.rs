@@ -353,8 +353,8 @@ fn refusals_name_the_value_and_the_rule() {
     has(refusal(b"PK\x03\x04"), "magic", "[50, 4b, 03, 04]");
     has(refusal(&bytes[..8]), "malformed", "end early");
     let mut newer = bytes.clone();
-    newer[8] = 6;
-    has(refusal(&newer), "version", "is 6, must be 5");
+    newer[8] = 7;
+    has(refusal(&newer), "version", "is 7, must be 6");
     has(refusal(&bytes[..bytes.len() - 1]), "checksum", "damaged or incomplete");
     has(refusal(&sealed([&bytes[..], &[0; 3]].concat())), "malformed", "break a rule");
     let mut eagle = bytes.clone();

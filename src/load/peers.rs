@@ -146,7 +146,7 @@ impl PeerLoad {
 
 recorded! {
     PeerLoad {
-        active_blocks, read_blocks, requests, prefills, prefill_tokens, unmodelled_tokens, prefill, at, busy,
+        active_blocks, read_blocks, requests, prefills, prefill_tokens, unmodelled_tokens, prefill, at, busy
     }
 }
 

@@ -12,13 +12,19 @@ use smallvec::SmallVec;
 
 use crate::protocol::{BlockHash, EngineHash, Generation, Slot, Timestamp, WorkerId};
 
-/// Unread bytes.
+/// Unread bytes, and the largest `u64` of a [`Recorded`] value.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Reader<'a>(&'a [u8]);
+pub(crate) struct Reader<'a>(&'a [u8], u64);
 
 impl<'a> Reader<'a> {
+    /// Numbers of tokens and blocks are so small that sums of them do not overflow.
     pub(crate) fn new(bytes: &'a [u8]) -> Self {
-        Self(bytes)
+        Self(bytes, 1 << 48)
+    }
+
+    /// Numbers of which no sums are formed.
+    pub(crate) fn with_any_numbers(bytes: &'a [u8]) -> Self {
+        Self(bytes, u64::MAX)
     }
 
     pub(crate) fn is_empty(&self) -> bool {
@@ -50,10 +56,6 @@ impl<'a> Reader<'a> {
         self.array().map(u64::from_le_bytes)
     }
 
-    pub(crate) fn f64(&mut self) -> Option<f64> {
-        self.word().map(f64::from_bits)
-    }
-
     pub(crate) fn number(&mut self) -> Option<u64> {
         let mut number = 0;
         for shift in (0_u32..64).step_by(7) {
@@ -71,9 +73,8 @@ impl<'a> Reader<'a> {
         u32::try_from(self.number()?).ok()
     }
 
-    /// A number of tokens or blocks, so small that sums of them do not overflow.
     pub(crate) fn count(&mut self) -> Option<u64> {
-        self.number().filter(|count| *count <= 1 << 48)
+        self.number().filter(|count| *count <= self.1)
     }
 
     pub(crate) fn usize(&mut self) -> Option<usize> {
@@ -83,10 +84,6 @@ impl<'a> Reader<'a> {
     pub(crate) fn signed(&mut self) -> Option<i64> {
         let number = self.number()?;
         Some((number >> 1).cast_signed() ^ -(number & 1).cast_signed())
-    }
-
-    pub(crate) fn duration(&mut self) -> Option<Duration> {
-        self.number().map(Duration::from_nanos)
     }
 
     /// Length of a list whose elements have at least one byte each.
@@ -136,23 +133,9 @@ pub(crate) fn put_word(to: &mut Vec<u8>, word: u64) {
     to.extend_from_slice(&word.to_le_bytes());
 }
 
-pub(crate) fn put_f64(to: &mut Vec<u8>, number: f64) {
-    put_word(to, number.to_bits());
-}
-
-pub(crate) fn put_duration(to: &mut Vec<u8>, duration: Duration) {
-    put_number(to, u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX));
-}
-
 pub(crate) fn put_text(to: &mut Vec<u8>, text: &str) {
     put_number(to, text.len() as u64);
     to.extend_from_slice(text.as_bytes());
-}
-
-/// Writes a list that [`Reader::list`] reads.
-pub(crate) fn put_list<T>(to: &mut Vec<u8>, items: &[T], mut put: impl FnMut(&mut Vec<u8>, &T)) {
-    put_number(to, items.len() as u64);
-    items.iter().for_each(|item| put(to, item));
 }
 
 /// Words that are not 0, after a bit set of their positions.
@@ -169,17 +152,25 @@ pub(crate) trait Recorded: Sized {
     fn read(from: &mut Reader<'_>) -> Option<Self>;
 }
 
-/// Implements [`Recorded`] for structs: the given fields, which are all of them, in this order.
+/// Implements [`Recorded`] for structs: the given fields in this order, and values of all others. `unless` names a test for
+/// the default, which takes one byte.
 macro_rules! recorded {
-    ($($name:ident { $($field:tt),+ $(,)? })+) => {$(
+    ($($name:ident $(unless $is_default:ident)? { $($field:tt),+ $(; $($other:tt)+)? })+) => {$(
         impl $crate::record::bytes::Recorded for $name {
             #[inline]
             fn put(&self, to: &mut Vec<u8>) {
+                $(if self.$is_default() {
+                    return to.push(0);
+                }
+                to.push(1);)?
                 $($crate::record::bytes::Recorded::put(&self.$field, to);)+
             }
 
             fn read(from: &mut $crate::record::bytes::Reader<'_>) -> Option<Self> {
-                Some(Self { $($field: $crate::record::bytes::Recorded::read(from)?,)+ })
+                $(if !<bool as $crate::record::bytes::Recorded>::read(from)? {
+                    return Some(Self::default()).filter(Self::$is_default);
+                })?
+                Some(Self { $($field: $crate::record::bytes::Recorded::read(from)?,)+ $($($other)+)? })
             }
         }
     )+};
@@ -210,6 +201,7 @@ macro_rules! recorded_variants {
 }
 pub(crate) use recorded_variants;
 
+/// Implements [`Recorded`] by two expressions.
 macro_rules! values {
     ($($type:ty: $value:ident, $to:ident => $put:expr, $read:expr;)+) => {$(
         impl Recorded for $type {
@@ -225,23 +217,32 @@ macro_rules! values {
         }
     )+};
 }
+pub(crate) use values;
 
 values! {
     u32: number, to => put_number(to, (*number).into()), Reader::u32;
     u64: count, to => put_number(to, *count), Reader::count;
     usize: number, to => put_number(to, *number as u64), Reader::usize;
-    f64: number, to => put_f64(to, *number), Reader::f64;
+    f64: number, to => put_word(to, number.to_bits()), |from: &mut Reader<'_>| from.word().map(f64::from_bits);
     bool: flag, to => to.push((*flag).into()), |from: &mut Reader<'_>| from.u8().filter(|byte| *byte < 2).map(|byte| byte == 1);
     u8: byte, to => to.push(*byte), Reader::u8;
     NonZeroU32: number, to => put_number(to, number.get().into()), |from: &mut Reader<'_>| NonZeroU32::new(from.u32()?);
     EngineHash: hash, to => put_word(to, hash.0), |from: &mut Reader<'_>| from.word().map(EngineHash);
     BlockHash: hash, to => put_word(to, hash.0), |from: &mut Reader<'_>| from.word().map(BlockHash);
-    Duration: duration, to => put_duration(to, *duration), Reader::duration;
+    Duration: duration, to => put_number(to, u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)),
+        |from: &mut Reader<'_>| from.number().map(Duration::from_nanos);
     Timestamp: at, to => put_number(to, at.0), |from: &mut Reader<'_>| from.number().map(Timestamp);
     WorkerId: worker, to => put_number(to, worker.0), |from: &mut Reader<'_>| from.number().map(WorkerId);
     Slot: slot, to => put_number(to, slot.0.into()), |from: &mut Reader<'_>| from.u32().map(Slot);
     Generation: number, to => put_number(to, number.0.into()), |from: &mut Reader<'_>| from.u32().map(Generation);
     String: text, to => put_text(to, text), |from: &mut Reader<'_>| from.text().map(str::to_owned);
+    BTreeMap<String, f64>: map, to => {
+        put_number(to, map.len() as u64);
+        map.iter().for_each(|(name, number)| {
+            put_text(to, name);
+            number.put(to);
+        });
+    }, |from: &mut Reader<'_>| Some(from.list(Recorded::read)?.into_iter().collect());
     Arc<str>: text, to => put_text(to, text), |from: &mut Reader<'_>| from.text().map(Arc::from);
 }
 
@@ -267,20 +268,6 @@ lists! {
     SmallVec<[T; 2]> where T: Sized;
 }
 
-impl<K: Recorded + Ord, V: Recorded> Recorded for BTreeMap<K, V> {
-    fn put(&self, to: &mut Vec<u8>) {
-        put_number(to, self.len() as u64);
-        for (key, value) in self {
-            key.put(to);
-            value.put(to);
-        }
-    }
-
-    fn read(from: &mut Reader<'_>) -> Option<Self> {
-        Some(from.list(Recorded::read)?.into_iter().collect())
-    }
-}
-
 impl<T: Recorded> Recorded for Option<T> {
     fn put(&self, to: &mut Vec<u8>) {
         self.is_some().put(to);
@@ -292,15 +279,21 @@ impl<T: Recorded> Recorded for Option<T> {
     }
 }
 
-impl<T: Recorded> Recorded for Arc<T> {
-    fn put(&self, to: &mut Vec<u8>) {
-        T::put(self, to);
-    }
+macro_rules! pointers {
+    ($($pointer:ident)+) => {$(
+        impl<T: Recorded> Recorded for $pointer<T> {
+            fn put(&self, to: &mut Vec<u8>) {
+                T::put(self, to);
+            }
 
-    fn read(from: &mut Reader<'_>) -> Option<Self> {
-        T::read(from).map(Arc::new)
-    }
+            fn read(from: &mut Reader<'_>) -> Option<Self> {
+                T::read(from).map($pointer::new)
+            }
+        }
+    )+};
 }
+
+pointers! { Arc Box }
 
 impl<A: Recorded, B: Recorded> Recorded for (A, B) {
     fn put(&self, to: &mut Vec<u8>) {

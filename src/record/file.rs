@@ -17,7 +17,7 @@ use super::ring::RecordPart;
 use crate::protocol::WorkerId;
 
 const MAGIC: &[u8; 4] = b"PMDR";
-const VERSION: u8 = 7;
+const VERSION: u8 = 8;
 const HEAD_BYTES: usize = size_of::<u32>() + size_of::<u64>();
 const BEGINS: u8 = 1;
 const CONTINUES: u8 = 2;

@@ -6,8 +6,8 @@ use super::error::SnapshotError;
 use super::types::{RankSnapshot, Snapshot, SnapshotLayout};
 use super::{MAGIC, VERSION};
 use crate::ingest::{ColdPosition, DegradationReason, SourcePosition};
-use crate::protocol::{KvEvent, RouterEvent, StorageTier, StoredBlock};
-use crate::record::bytes::{Reader, Recorded, put_list, put_number, put_text, put_word, recorded, recorded_variants};
+use crate::protocol::{KvEvent, RouterEvent, StorageTier, StoredBlock, WorkerRank};
+use crate::record::bytes::{Reader, Recorded, put_number, put_word, recorded, recorded_variants};
 use crate::wire::{DecoderState, GroupRecord, NamespaceRecord};
 
 impl Snapshot {
@@ -17,11 +17,7 @@ impl Snapshot {
         let mut to = Vec::with_capacity(self.block_count() * 17 + self.ranks.len() * 640 + 64);
         to.extend_from_slice(MAGIC);
         to.extend_from_slice(&VERSION.to_le_bytes());
-        put_text(&mut to, &self.layout.pool);
-        (self.layout.block_size, self.layout.is_eagle).put(&mut to);
-        put_word(&mut to, self.layout.hash_seed);
-        put_number(&mut to, self.created_ms);
-        self.ranks.put(&mut to);
+        self.put(&mut to);
         let checksum = xxh3_64(&to);
         put_word(&mut to, checksum);
         to
@@ -46,62 +42,24 @@ impl Snapshot {
         if found != computed {
             return Err(SnapshotError::Checksum { found, computed });
         }
-        let mut from = Reader::new(contents);
-        let is_sorted = |snapshot: &Self| snapshot.ranks.is_sorted_by(|one, next| one.rank < next.rank);
-        let snapshot = read(&mut from).filter(|snapshot| from.is_empty() && is_sorted(snapshot));
-        snapshot.ok_or(SnapshotError::Malformed)
+        let mut from = Reader::with_any_numbers(contents);
+        let read = Self::read(&mut from).filter(|snapshot| from.is_empty() && is_valid(snapshot));
+        let mut snapshot = read.ok_or(SnapshotError::Malformed)?;
+        for RankSnapshot { rank, events, .. } in &mut snapshot.ranks {
+            events.iter_mut().for_each(|event| event.rank = *rank);
+        }
+        Ok(snapshot)
     }
 }
 
-fn read(from: &mut Reader<'_>) -> Option<Snapshot> {
-    let pool = Recorded::read(from)?;
-    let (block_size, is_eagle) = Recorded::read(from)?;
-    let layout = SnapshotLayout { pool, block_size, is_eagle, hash_seed: from.word()? };
-    Some(Snapshot { layout, created_ms: from.number()?, ranks: Recorded::read(from)? })
-}
-
-impl Recorded for RankSnapshot {
-    fn put(&self, to: &mut Vec<u8>) {
-        self.rank.put(to);
-        self.endpoint.put(to);
-        self.position.put(to);
-        self.decoder.put(to);
-        put_list(to, &self.events, |to, event| {
-            event.tier.put(to);
-            event.data.put(to);
-        });
-        put_number(to, self.evicted_blocks);
-    }
-
-    fn read(from: &mut Reader<'_>) -> Option<Self> {
-        let rank = Recorded::read(from)?;
-        let event = |from: &mut Reader<'_>| {
-            Some(RouterEvent { rank, tier: Recorded::read(from)?, data: Recorded::read(from)? })
-        };
-        Some(Self {
-            rank,
-            endpoint: Recorded::read(from)?,
-            position: Recorded::read(from)?,
-            decoder: Recorded::read(from)?,
-            events: from.list(event)?,
-            evicted_blocks: from.number()?,
+fn is_valid(snapshot: &Snapshot) -> bool {
+    snapshot.ranks.is_sorted_by(|one, next| one.rank < next.rank)
+        && snapshot.ranks.iter().all(|RankSnapshot { position, decoder, .. }| {
+            let hashes = position.payload_hashes.len();
+            (1..=SourcePosition::HASHES_MAX).contains(&hashes)
+                && (hashes as u64..u64::MAX).contains(&position.next)
+                && decoder.namespaces.iter().all(|record| record.holds != [0; 5])
         })
-    }
-}
-
-impl Recorded for SourcePosition {
-    fn put(&self, to: &mut Vec<u8>) {
-        put_number(to, self.next);
-        put_list(to, &self.payload_hashes, |to, hash| put_word(to, *hash));
-        self.cold.put(to);
-    }
-
-    fn read(from: &mut Reader<'_>) -> Option<Self> {
-        let (next, payload_hashes) = (from.number()?, from.list(Reader::word)?);
-        let hashes = payload_hashes.len();
-        let is_valid = (1..=Self::HASHES_MAX).contains(&hashes) && (hashes as u64..u64::MAX).contains(&next);
-        is_valid.then_some(Self { next, payload_hashes, cold: Recorded::read(from)? })
-    }
 }
 
 impl Recorded for ColdPosition {
@@ -138,41 +96,14 @@ impl Recorded for ColdPosition {
     }
 }
 
-impl Recorded for DecoderState {
-    fn put(&self, to: &mut Vec<u8>) {
-        self.groups.put(to);
-        self.has_connector.put(to);
-        put_list(to, &self.identities, |to, (name, identity)| {
-            put_word(to, *name);
-            put_word(to, *identity);
-        });
-        self.namespaces.put(to);
-    }
-
-    fn read(from: &mut Reader<'_>) -> Option<Self> {
-        Some(Self {
-            groups: Recorded::read(from)?,
-            has_connector: Recorded::read(from)?,
-            identities: from.list(|from| Some((from.word()?, from.word()?)))?,
-            namespaces: Recorded::read(from)?,
-        })
-    }
-}
-
-impl Recorded for NamespaceRecord {
-    fn put(&self, to: &mut Vec<u8>) {
-        [self.engine_hash.0, self.lora, self.salt].into_iter().for_each(|word| put_word(to, word));
-        self.holds.put(to);
-    }
-
-    fn read(from: &mut Reader<'_>) -> Option<Self> {
-        let (engine_hash, lora, salt) = (Recorded::read(from)?, from.word()?, from.word()?);
-        let holds = Recorded::read(from)?;
-        (holds != [0; 5]).then_some(Self { engine_hash, lora, salt, holds })
-    }
-}
-
 recorded! {
+    Snapshot { layout, created_ms, ranks }
+    SnapshotLayout { pool, block_size, is_eagle, hash_seed }
+    RankSnapshot { rank, endpoint, position, decoder, events, evicted_blocks }
+    RouterEvent { tier, data; rank: WorkerRank::default() }
+    SourcePosition { next, payload_hashes, cold }
+    DecoderState { groups, has_connector, identities, namespaces }
+    NamespaceRecord { engine_hash, lora, salt, holds }
     GroupRecord { group, is_main, window_blocks }
     StoredBlock { engine_hash, block_hash }
 }

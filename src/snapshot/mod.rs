@@ -24,18 +24,18 @@
 //!
 //! # Format
 //!
-//! Version 5. `word` is a little-endian number of 64 bits, `number` an unsigned LEB128 number in its shortest form, `text`
+//! Version 6. `word` is a little-endian number of 64 bits, `number` an unsigned LEB128 number in its shortest form, `text`
 //! and `list` begin with their length as `number`, and `optional` with 0 or 1.
 //!
 //! ```text
-//! magic "PMANSNAP" | version, 32 bits | pool: text | block size: number | EAGLE: 0 or 1 | hash seed: word
+//! magic "PMANSNAP" | version, 32 bits | pool: text | block size: number | EAGLE: 0 or 1 | hash seed: number
 //! | created: ms since the Unix epoch, number | list of ranks, ascending | xxh3-64 of all preceding bytes
 //!
 //! rank:     worker: number | dp rank: number | endpoint: text
-//!           | next: number | list of payload hashes: words | optional cold: cause 1 to 4, three numbers
+//!           | next: number | list of payload hashes: numbers | optional cold: cause 1 to 4, three numbers
 //!           | list of (cache group: byte, main: 0 or 1, window: number) | connector: 0 or 1
-//!           | list of (adapter name: word, identity of its weights: word), both hashed
-//!           | list of (engine hash: word, lora: word, salt: word, copies in each tier, and possible ones: five numbers)
+//!           | list of (adapter name: number, identity of its weights: number), both hashed
+//!           | list of (engine hash: word, lora: number, salt: number, copies in each tier, and possible ones: five numbers)
 //!           | list of events | evicted blocks: number
 //! event:    tier: 0 to 3 | type: 0 store, 1 removal, 2 offload, 3 clear, 4 clear of the tier, 5 store in a cache group,
 //!           6 removal from it | fields of the event in their order; hashes are words
@@ -58,4 +58,4 @@ use crate::{ingest::SourcePosition, wire::DecoderState};
 const MAGIC: &[u8; 8] = b"PMANSNAP";
 
 /// Version of the format.
-const VERSION: u32 = 5;
+const VERSION: u32 = 6;

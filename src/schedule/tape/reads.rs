@@ -10,7 +10,7 @@ use std::cell::{Cell, RefCell};
 use crate::engine_load::{EngineLoad, EngineReading};
 use crate::load::{BoardLoad, PeerLoad, PlacementRate, SpeedCell, SpeedSample};
 use crate::protocol::{Slot, Timestamp};
-use crate::record::bytes::{Reader, Recorded, put_number, put_signed, put_word, recorded};
+use crate::record::bytes::{Recorded, put_number, put_signed, put_word, recorded};
 
 /// The entries of one scheduler, and copies of the cells that it has read.
 #[derive(Debug, Default)]
@@ -280,22 +280,8 @@ fn put_speed(to: &mut Vec<u8>, slot: Slot, before: &SpeedSample, sample: &SpeedS
     }
 }
 
-impl Recorded for EngineLoad {
-    fn put(&self, to: &mut Vec<u8>) {
-        let Self { reading: EngineReading { running, waiting, kv_usage, sleep: _ }, at } = self;
-        at.put(to);
-        running.put(to);
-        waiting.put(to);
-        kv_usage.put(to);
-    }
-
-    fn read(from: &mut Reader<'_>) -> Option<Self> {
-        let at = Recorded::read(from)?;
-        let (running, waiting, kv_usage) = (Recorded::read(from)?, Recorded::read(from)?, Recorded::read(from)?);
-        Some(Self { reading: EngineReading { running, waiting, kv_usage, sleep: None }, at })
-    }
-}
-
 recorded! {
+    EngineLoad { reading, at }
+    EngineReading { running, waiting, kv_usage; sleep: None }
     PlacementRate { placements_per_second, work_per_second }
 }

@@ -86,7 +86,7 @@ impl<T> RequestParts<'_, T> {
             (cached_tokens, expected_duration).put(to);
         }
         if let Some(options) = request.options.as_deref() {
-            put_options(to, options);
+            options.put(to);
         }
     }
 }
@@ -124,7 +124,7 @@ impl RecordedRequest {
         } else {
             Target::Any
         };
-        let options = if flags & OPTIONS != 0 { Some(Box::new(read_options(from)?)) } else { None };
+        let options = read_if(flags & OPTIONS != 0, from)?;
         let purpose = match flags >> PURPOSE_SHIFT {
             0 => Purpose::Book,
             1 => Purpose::Report,
@@ -259,44 +259,6 @@ fn read_overlaps(
     codes.iter().map(overlap).collect()
 }
 
-fn put_options(to: &mut Vec<u8>, options: &ResolvedOptions) {
-    let ResolvedOptions { constraints, lora_name, expected_output_tokens, targets, overrides, .. } = options;
-    let bits = [
-        !constraints.is_empty(),
-        lora_name.is_some(),
-        expected_output_tokens.is_some(),
-        options.usual_output_tokens.is_some(),
-        options.output_tokens_max.is_some(),
-        options.not_streamed,
-        targets.is_some(),
-        !overrides.is_empty(),
-    ];
-    to.push(bits.into_iter().zip(0..).fold(0, |flags, (bit, at)| flags | u8::from(bit) << at));
-    put_present(to, bits[0].then_some(constraints));
-    put_present(to, lora_name.as_ref());
-    put_present(to, expected_output_tokens.as_ref());
-    put_present(to, options.usual_output_tokens.as_ref());
-    put_present(to, options.output_tokens_max.as_ref());
-    put_present(to, targets.as_ref());
-    put_present(to, bits[7].then_some(overrides));
-}
-
-fn read_options(from: &mut Reader<'_>) -> Option<ResolvedOptions> {
-    let flags = from.u8()?;
-    let has = |bit: u8| flags >> bit & 1 == 1;
-    Some(ResolvedOptions {
-        not_streamed: has(5),
-        constraints: read_if(has(0), from)?.unwrap_or_default(),
-        lora_name: read_if(has(1), from)?,
-        expected_output_tokens: read_if(has(2), from)?,
-        usual_output_tokens: read_if(has(3), from)?,
-        output_tokens_max: read_if(has(4), from)?,
-        targets: read_if(has(6), from)?,
-        overrides: read_if(has(7), from)?.unwrap_or_default(),
-        ..ResolvedOptions::default()
-    })
-}
-
 /// Writes a value whose presence a flag states.
 fn put_present<T: Recorded>(to: &mut Vec<u8>, value: Option<&T>) {
     if let Some(value) = value {
@@ -309,12 +271,16 @@ fn read_if<T: Recorded>(is_present: bool, from: &mut Reader<'_>) -> Option<Optio
 }
 
 recorded! {
-    Constraints { allowed_workers, excluded_ranks, pin, required_taints, preferred_taints }
+    Constraints unless is_empty { allowed_workers, excluded_ranks, pin, required_taints, preferred_taints }
     Pin { worker, rank, mode }
+    ResolvedOptions {
+        constraints, lora_name, expected_output_tokens, usual_output_tokens, output_tokens_max, not_streamed, targets,
+        overrides; ..Self::default()
+    }
     ResolvedTargets { ttft, ttft_due, itl, rejects }
-    RouterConfigOverride {
+    RouterConfigOverride unless is_empty {
         overlap_score_credit, prefill_load_scale, temperature, shared_cache_multiplier, assume_kv_reuse,
-        track_prefill_tokens,
+        track_prefill_tokens
     }
 }
 
