@@ -68,6 +68,8 @@ struct ProgramMeters {
     returns: Counter,
     held_blocks: Counter,
     evicted_blocks: Counter,
+    holds: Counter,
+    hold_seconds: Counter,
     /// Returns at the last reply.
     seen: Returns,
     /// Outstanding reply, of which there is at most one.
@@ -81,6 +83,8 @@ impl ProgramMeters {
             returns: pool.counter("pointsman_program_returns_total", &[]),
             held_blocks: blocks("held"),
             evicted_blocks: blocks("evicted"),
+            holds: pool.counter("pointsman_program_holds_total", &[]),
+            hold_seconds: pool.counter("pointsman_program_hold_seconds_total", &[]),
             seen: Returns::default(),
             answer: None,
         }
@@ -98,8 +102,10 @@ impl ProgramMeters {
             scheduler.programs()
         }));
         let Some(Ok(report)) = reply else { return };
-        let Returns { calls, held_blocks, evicted_blocks } = report.returns.since(self.seen);
+        let Returns { calls, held_blocks, evicted_blocks, holds, hold_seconds } = report.returns.since(self.seen);
         self.seen = report.returns;
+        self.holds.increment(holds);
+        self.hold_seconds.increment(hold_seconds);
         self.returns.increment(calls);
         self.held_blocks.increment(held_blocks);
         self.evicted_blocks.increment(evicted_blocks);
@@ -107,9 +113,16 @@ impl ProgramMeters {
         for (state, count) in [("active", active), ("idle", report.programs.saturating_sub(active))] {
             fleet.set_of("pointsman_programs", Some(("state", state)), as_f64(count as u64));
         }
-        for (rank, ratio) in report.working_sets {
-            if let Some(gauges) = by_rank.get_mut(&rank) {
-                gauges.set("pointsman_rank_working_set_ratio", ratio);
+        fleet.set("pointsman_held_calls", as_f64(report.held as u64));
+        let ratios = [
+            ("pointsman_rank_working_set_ratio", report.working_sets),
+            ("pointsman_rank_claimed_ratio", report.claims),
+        ];
+        for (name, ratios) in ratios {
+            for (rank, ratio) in ratios {
+                if let Some(gauges) = by_rank.get_mut(&rank) {
+                    gauges.set(name, ratio);
+                }
             }
         }
     }

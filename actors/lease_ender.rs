@@ -3,6 +3,7 @@
 //! The actors are notified exactly once, whichever of placement, free by id, expiry or rank removal ends the lease.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use crate::actors::delivery::strand::Strand;
 use crate::actors::radix::RadixMsg;
@@ -23,6 +24,8 @@ pub(crate) struct LeaseEnder {
     sequences: Arc<SequenceTable>,
     /// Present if requests can be queued.
     scheduler: Option<Arc<Strand<Scheduler>>>,
+    /// Whether the scheduler holds calls while other programs fill the caches.
+    holds_programs: bool,
     /// Present if shards model caches that hold bookings.
     shards: Option<Arc<Shards>>,
     output_lengths: Arc<OutputLengths>,
@@ -43,6 +46,7 @@ impl LeaseEnder {
             directory: Arc::clone(directory),
             sequences: Arc::clone(&strands.sequences),
             scheduler: config.queue.is_enabled().then(|| Arc::clone(&strands.scheduler)),
+            holds_programs: config.queue.holds_programs(),
             shards: holds_bookings.then(|| Arc::clone(&strands.shards)),
             output_lengths: Arc::clone(output_lengths),
             track_output_blocks: config.load.track_output_blocks,
@@ -66,6 +70,7 @@ impl LeaseEnder {
                     address.reconcile(lease);
                     self.release(address.entry.rank, lease);
                 }
+                self.end_call(lease);
             }
             // The request may be queued: a cancelled request stops counting immediately.
             Ended::Pending if may_wait => {
@@ -74,6 +79,15 @@ impl LeaseEnder {
                 }
             }
             Ended::Pending | Ended::Already => {}
+        }
+    }
+
+    /// Reports the end of a call of a program, whose claim on the cache then ends in time.
+    fn end_call(&self, lease: &Lease) {
+        let has_program = || lease.request_keys.get().is_some_and(|keys| keys.program != 0);
+        if let Some(scheduler) = self.scheduler.as_ref().filter(|_| self.holds_programs && has_program()) {
+            let (booking, is_stop) = (lease.booking(), lease.has_stopped.load(Ordering::Relaxed));
+            scheduler.tell(SchedulerMsg::Ended { booking, is_stop });
         }
     }
 

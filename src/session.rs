@@ -8,6 +8,7 @@
 //! wins at every replica, in any order of arrival: a last-writer-wins register with a Lamport clock (Lamport, Time,
 //! clocks, and the ordering of events, 1978).
 
+mod claims;
 mod context;
 mod id;
 mod working;
@@ -19,6 +20,7 @@ use hashbrown::HashTable;
 
 use crate::protocol::{Timestamp, WorkerRank};
 
+pub use claims::{Claims, PlacedCall};
 pub use context::Call;
 use context::Context;
 pub use id::{SessionId, SessionIdError};

@@ -13,9 +13,9 @@ use crate::tidy::{code_of, sources, without_tests};
 /// has grown from 24,600 by the tokens and sessions of agents, conversions of Messages and Responses, errors and
 /// heartbeats in streams, further endpoints, the control of engines, the budget of requests, drains of HTTP/2, dates of
 /// certificates, a fast form of tokenizers, and a runtime per core. Its target is 22,000. The library has
-/// grown from 42,605 by the contexts of programs. All keep their present size, so that they can only shrink.
+/// grown from 42,605 by the contexts and holds of programs. All keep their present size, so that they can only shrink.
 const PACKAGES: &[(&[&str], usize)] =
-    &[(&["src/", "actors/"], 43_058), (&["gateway/src/"], 27_297), (&["benches/"], 15_753), (&["python/"], 1_650)];
+    &[(&["src/", "actors/"], 43_181), (&["gateway/src/"], 27_297), (&["benches/"], 15_753), (&["python/"], 1_650)];
 
 /// Lines of test code of all packages.
 const TEST_LINES_MAX: usize = 55_000;

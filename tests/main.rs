@@ -44,6 +44,7 @@ mod ingest_properties;
 mod load_properties;
 mod load_reference;
 mod predict_properties;
+mod program_holds;
 mod programs;
 mod queue_properties;
 mod queue_shares;

@@ -2,20 +2,21 @@
 
 use std::time::Duration;
 
+use pointsman::config::QueueClass;
 use pointsman::internals::load::{PromptBlocks, PromptFingerprint};
 use pointsman::internals::schedule::ResolvedOptions;
 use pointsman::internals::session::Call;
 use pointsman::policy::Policy;
-use pointsman::protocol::WorkerRank;
-use pointsman::test_support::{RequestOutcome, SampleRequest, SimulatedFleet, mix, rank};
-use pointsman::{RankTraits, RouterConfig, SessionId};
+use pointsman::test_support::{SampleRequest, SimulatedFleet, mix, rank};
+use pointsman::{RankTraits, SessionId};
 use proptest::prelude::*;
 
 use crate::effort::effort;
 use crate::fleet::config_with;
 
-fn fleet(policy: Policy, ranks: u64, total_kv_blocks: Option<u32>) -> SimulatedFleet {
-    let config: RouterConfig = config_with(|config| config.policy = policy.into());
+fn fleet(policy: Policy, ranks: u64, total_kv_blocks: Option<u32>, hold_ms: Option<u64>) -> SimulatedFleet {
+    let class = QueueClass { program_hold_ms: hold_ms, ..QueueClass::named("only") };
+    let config = config_with(|config| (config.policy, config.queue.classes) = (policy.into(), vec![class]));
     let mut fleet = SimulatedFleet::new(config, 0);
     for worker in 0..ranks {
         fleet.admit(rank(worker), RankTraits { total_kv_blocks, ..RankTraits::default() });
@@ -55,7 +56,7 @@ fn placed(fleet: &mut SimulatedFleet, id: u64, options: ResolvedOptions, cached:
 #[test]
 fn a_program_begins_on_the_rank_with_the_most_room() {
     for policy in [Policy::Latency, Policy::Kv] {
-        let mut fleet = fleet(policy, 4, Some(1_000));
+        let mut fleet = fleet(policy, 4, Some(1_000), None);
         for (worker, tokens) in [(0, 7_000), (1, 3_000), (3, 9_000)] {
             resident(&mut fleet, worker, tokens);
         }
@@ -75,7 +76,7 @@ fn a_program_begins_on_the_rank_with_the_most_room() {
 
 #[test]
 fn without_a_known_capacity_recent_work_decides() {
-    let mut fleet = fleet(Policy::Latency, 3, None);
+    let mut fleet = fleet(Policy::Latency, 3, None, None);
     resident(&mut fleet, 1, 9_000);
     let workers: Vec<u64> = (0..3).map(|n| placed(&mut fleet, n, agent(&format!("p{n}")), vec![])).collect();
     let unnamed: Vec<u64> = (3..6).map(|n| placed(&mut fleet, n, ResolvedOptions::default(), vec![])).collect();
@@ -85,9 +86,9 @@ fn without_a_known_capacity_recent_work_decides() {
     }
 }
 
-/// Ranks of requests without programs, on ranks with or without contexts of programs.
-fn ranks_of(policy: Policy, workers: u64, seeds: &[u64], has_programs: bool) -> Vec<Option<WorkerRank>> {
-    let mut fleet = fleet(policy, workers, Some(60));
+/// Outcomes of requests without programs, on ranks with or without contexts of programs.
+fn outcomes(policy: Policy, workers: u64, seeds: &[u64], has_programs: bool, hold_ms: Option<u64>) -> SimulatedFleet {
+    let mut fleet = fleet(policy, workers, Some(60), hold_ms);
     for (id, &seed) in (0..).zip(seeds) {
         if has_programs {
             resident(&mut fleet, mix(seed ^ 1) % workers, (mix(seed) % 5_000) as u32);
@@ -102,11 +103,7 @@ fn ranks_of(policy: Policy, workers: u64, seeds: &[u64], has_programs: bool) -> 
         fleet.now = fleet.now + Duration::from_millis(seed % 50);
     }
     fleet.settle();
-    let ranks = fleet.outcomes.iter().map(|(_, outcome)| match outcome {
-        RequestOutcome::Booked(decision, _) => Some(decision.rank()),
-        _ => None,
-    });
-    ranks.collect()
+    fleet
 }
 
 proptest! {
@@ -118,6 +115,10 @@ proptest! {
         policy in prop::sample::select(Policy::ALL.to_vec()),
     ) {
         let seeds: Vec<u64> = seeds.into_iter().map(|seed| seed >> 1).collect();
-        prop_assert_eq!(ranks_of(policy, workers, &seeds, false), ranks_of(policy, workers, &seeds, true));
+        let [none, programs, holds] = [(false, None), (true, None), (true, Some(9_000))]
+            .map(|(has_programs, hold_ms)| outcomes(policy, workers, &seeds, has_programs, hold_ms));
+        prop_assert_eq!(none.placed(), programs.placed());
+        prop_assert_eq!(format!("{:?}", programs.outcomes), format!("{:?}", holds.outcomes));
+        prop_assert_eq!(programs.queried_ranks, holds.queried_ranks);
     }
 }

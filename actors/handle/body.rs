@@ -261,6 +261,9 @@ impl Follow {
         }
         self.reader.end();
         self.tell_cached();
+        if let Some(placement) = self.placement.as_ref().filter(|_| self.reader.is_stop()) {
+            placement.stopped();
+        }
         let outcome = match outcome {
             Outcome::Ok if self.requires_end_mark => self.outcome_of_content(),
             outcome => outcome,

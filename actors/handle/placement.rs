@@ -121,6 +121,12 @@ impl Placement {
         }
     }
 
+    /// Reports that the response ended with the finish reason `stop`: its program waits for a person or has ended, so that
+    /// its context has no claim on the cache.
+    pub fn stopped(&self) {
+        self.guard.lease.has_stopped.store(true, Ordering::Relaxed);
+    }
+
     /// Reports the outcome of the request for the health of the rank. After `health.outcome_failures_max` consecutive
     /// failures the rank is ejected for a while. Only the first report counts. Reports are optional, and a success
     /// costs almost nothing.

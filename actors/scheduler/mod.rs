@@ -63,6 +63,10 @@ pub(crate) struct ProgramReport {
     pub(crate) returns: Returns,
     /// Working sets as multiples of a known cache size.
     pub(crate) working_sets: Vec<(WorkerRank, f64)>,
+    /// Claims as such multiples.
+    pub(crate) claims: Vec<(WorkerRank, f64)>,
+    /// Held calls.
+    pub(crate) held: usize,
 }
 
 /// Dependencies of the scheduler.
@@ -247,8 +251,10 @@ impl Scheduler {
         let now = self.dependencies.clock.now();
         let schedule = &mut self.shell.decider_mut().schedule;
         let working_sets = schedule.working_sets(now).collect();
+        let (claims, (held, holds, waited)) = (schedule.claims().collect(), schedule.holds());
         let sessions = schedule.sessions_mut();
-        ProgramReport { programs: sessions.programs(), returns: sessions.returns(), working_sets }
+        let returns = Returns { holds, hold_seconds: waited.as_secs(), ..sessions.returns() };
+        ProgramReport { programs: sessions.programs(), returns, working_sets, claims, held }
     }
 
     /// The rank of a session, as a use of it.

@@ -26,7 +26,7 @@ pub(crate) enum InstrumentKind {
 impl Instrument {
     /// Unit by the name's ending; absent for ratios.
     fn unit(&self) -> Option<Unit> {
-        match self.name.rsplit('_').next() {
+        match self.name.trim_end_matches("_total").rsplit('_').next() {
             Some("seconds") => Some(Unit::Seconds),
             Some("bytes") => Some(Unit::Bytes),
             Some("ratio" | "rate" | "bias") => None,
@@ -86,6 +86,9 @@ instruments! {
     Counter "pointsman_program_returns_total" [] = "Placed calls that extend the context of their agent.";
     Counter "pointsman_program_blocks_total" ["result"] =
         "Blocks of these contexts: `held` by some rank, or `evicted` and computed again.";
+    Gauge "pointsman_held_calls" [] = "Calls that wait while [other programs](configuration.md#program-holds) fill the caches.";
+    Counter "pointsman_program_holds_total" [] = "Ended holds of such calls.";
+    Counter "pointsman_program_hold_seconds_total" [] = "Sum of their waits.";
     Gauge "pointsman_busiest_rank_ratio" [] =
         "Share of the placed requests on the rank with the most, over about the last minute; 0 without requests.";
     Counter "pointsman_rank_placements_total" ["worker", "rank"] = "Requests placed on the rank.";
@@ -99,6 +102,8 @@ instruments! {
     Gauge "pointsman_rank_working_set_ratio" ["worker", "rank"] =
         "Contexts of the rank's programs, without shared prompts and those idle for five minutes, as a multiple of its KV \
          cache; only of a known size.";
+    Gauge "pointsman_rank_claimed_ratio" ["worker", "rank"] =
+        "Blocks that running calls and idle programs claim, as a multiple of the KV cache.";
     Gauge "pointsman_rank_prediction_bias" ["worker", "rank", "target"] =
         "Learned factor that corrects the predictions for the rank, of the time to first token (`ttft`) or between \
          tokens (`itl`).";

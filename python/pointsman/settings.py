@@ -74,6 +74,7 @@ class QueueClass(_NamedQueueClass, total=False):
     requests_max_per_rank: int | None
     raw_tokens_max_per_rank: int | None
     cached_tokens_max_per_rank: int | None
+    program_hold_ms: int | None
 
 
 class UncachedBucket(TypedDict):

@@ -39,6 +39,10 @@ pub(super) struct StreamEvent {
     has_content: bool,
     is_finished: bool,
     is_error: bool,
+    /// Whether a person decides what follows: the finish reason is `stop` or `end_turn`.
+    pub(super) is_stop: bool,
+    /// Whether the event contains a tool call.
+    pub(super) has_call: bool,
     /// Event type in the Responses and Messages APIs.
     kind: NamedEvent,
     /// Whether the data is one complete JSON object.
@@ -112,7 +116,9 @@ impl StreamEvent {
                 b"finish_reason" if depth == 3 => {
                     event.is_finished |= value.starts_with(b"\"");
                     event.is_error |= value.starts_with(b"\"error\"");
+                    event.is_stop |= value.starts_with(b"\"stop\"");
                 }
+                b"stop_reason" if depth == 2 => event.is_stop |= value.starts_with(b"\"end_turn\""),
                 b"content" | b"reasoning_content" | b"reasoning" | b"refusal" | b"text"
                     if depth >= 3 && value.starts_with(b"\"") && !value.starts_with(b"\"\"") =>
                 {
@@ -121,7 +127,8 @@ impl StreamEvent {
                 b"logprobs" | b"function_call" if depth >= 3 => event.has_content |= value.starts_with(b"{"),
                 b"tool_calls" if depth >= 3 => {
                     let calls = value.strip_prefix(b"[").map(<[u8]>::trim_ascii_start);
-                    event.has_content |= calls.is_some_and(|calls| calls.starts_with(b"{"));
+                    event.has_call |= calls.is_some_and(|calls| calls.starts_with(b"{"));
+                    event.has_content |= event.has_call;
                 }
                 _ => {}
             }

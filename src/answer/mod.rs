@@ -140,6 +140,8 @@ pub struct AnswerReader {
     stage: AnswerStage,
     is_generating: bool,
     is_complete: bool,
+    is_stop: bool,
+    has_call: bool,
     error_status: Option<u16>,
     /// Events other than heartbeats.
     events: u64,
@@ -177,6 +179,8 @@ impl AnswerReader {
             stage: AnswerStage::Empty,
             is_generating: false,
             is_complete: false,
+            is_stop: false,
+            has_call: false,
             error_status: None,
             events: 0,
             named: NamedEvent::None,
@@ -280,6 +284,13 @@ impl AnswerReader {
     #[must_use]
     pub fn is_complete(&self) -> bool {
         self.is_complete
+    }
+
+    /// Whether a stream has ended with the finish reason `stop` or `end_turn`, without tool calls, whose results the program
+    /// would send next.
+    #[must_use]
+    pub fn is_stop(&self) -> bool {
+        self.is_stop && !self.has_call
     }
 
     /// The HTTP status of the last error event of a stream, or, after the end, of a short JSON body that is an error: as
@@ -455,6 +466,8 @@ impl AnswerReader {
     fn read_event(&mut self, event: &StreamEvent, data: &[u8]) {
         self.counted += u64::from(event.has_output());
         self.learn(event.usage);
+        self.is_stop |= event.is_stop;
+        self.has_call |= event.has_call;
         self.text_bytes = if self.named == NamedEvent::None { event.token_text_bytes() } else { 0 };
         let step = match self.named == NamedEvent::Failed {
             true => EventStep::Error(status_of_event(data)),

@@ -124,6 +124,19 @@ fn prefill_completes_with_output_and_not_with_a_role() {
 }
 
 #[test]
+fn streams_stop_without_tool_calls() {
+    let stop = chunk("{}").replace("\"finish_reason\":null", r#""finish_reason":"stop""#);
+    let messages = |reason: &str| format!(r#"data: {{"type":"message_delta","delta":{{"stop_reason":"{reason}"}}}}"#);
+    let call = chunk(r#"{"tool_calls":[{"index":0}]}"#) + &stop;
+    for (stream, is_stop) in [(stop, true), (call, false), (messages("end_turn"), true), (messages("tool_use"), false)]
+    {
+        let mut reader = events(&stream);
+        reader.end();
+        assert_eq!(reader.is_stop(), is_stop, "{stream}");
+    }
+}
+
+#[test]
 fn a_stream_is_complete_with_its_end_mark_or_a_finish_reason() {
     let token = chunk(r#"{"content":"a"}"#);
     let completed = r#"{"response":{"status":"completed"},"type":"response.completed"}"#;

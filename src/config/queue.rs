@@ -1,5 +1,7 @@
 //! `[queue]`: waiting requests, their classes, order, shares and limits.
 
+use std::time::Duration;
+
 use serde::de::value::{Error as ValueError, MapDeserializer};
 use serde::{Deserialize, Serialize};
 
@@ -74,7 +76,28 @@ impl QueueConfig {
     /// Whether any request may have to wait for a rank.
     #[must_use]
     pub fn is_enabled(&self) -> bool {
+        self.has_threshold() || self.holds_programs()
+    }
+
+    /// Whether a rank can be busy for any request.
+    #[must_use]
+    pub fn has_threshold(&self) -> bool {
         self.threshold.is_some() || self.classes.iter().any(QueueClass::has_threshold)
+    }
+
+    /// Whether any class holds calls of programs.
+    #[must_use]
+    pub fn holds_programs(&self) -> bool {
+        self.classes.iter().any(|class| class.program_hold_ms.is_some())
+    }
+
+    /// Longest hold of a call that asks for this class or family.
+    #[must_use]
+    pub fn hold_of(&self, name: Option<&str>) -> Duration {
+        let first = self.classes.first().map(|class| class.name.as_str());
+        let name = name.or(self.default_family.as_deref()).or(first);
+        let named = self.classes.iter().filter(|class| name == Some(&class.name) || name == class.family.as_deref());
+        Duration::from_millis(named.filter_map(|class| class.program_hold_ms).max().unwrap_or(0))
     }
 
     /// Adds broken rules. `uses_batched_tokens`: whether a limit is a share of `max_num_batched_tokens`.
@@ -163,6 +186,10 @@ pub struct QueueClass {
     /// Cached prompt tokens that may wait, for each rank of the pool.
     #[serde(default)]
     pub cached_tokens_max_per_rank: Option<u64>,
+    /// Longest time in milliseconds for which a call of a program waits while other programs fill the caches, if no
+    /// rank holds most of its prompt. Then it is placed. Default: no call waits for that.
+    #[serde(default)]
+    pub program_hold_ms: Option<u64>,
 }
 
 fn quantum_tokens() -> u32 {
@@ -214,6 +241,8 @@ fn check_classes(classes: &[QueueClass], buckets: &[UncachedBucket], problems: &
             }
         }
         problems.check(field("quantum_tokens"), class.quantum_tokens, class.quantum_tokens > 0, "at least 1");
+        let hold_ms = class.program_hold_ms.unwrap_or(1);
+        problems.check(field("program_hold_ms"), hold_ms, hold_ms > 0, "at least 1");
         if let Some(frac) = class.busy_prefill_frac {
             problems.check(
                 field("busy_prefill_frac"),

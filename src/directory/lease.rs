@@ -68,6 +68,9 @@ pub struct Lease {
     pub mean_itl: OnceLock<Duration>,
     /// Cached tokens of the prompt as reported by the engine, set before the end of the lease.
     pub delivered_cached_tokens: OnceLock<u32>,
+    /// Whether the response ended with the finish reason `stop`, set before the end of the lease: its program returns late or
+    /// never.
+    pub has_stopped: AtomicBool,
     /// Whether a reconciliation is pending, so that at most one is.
     dirty: AtomicBool,
     /// Time of the last activity, plus one; 0 while a placement holds the lease.
@@ -92,6 +95,7 @@ impl Lease {
             output: Mutex::default(),
             mean_itl: OnceLock::new(),
             delivered_cached_tokens: OnceLock::new(),
+            has_stopped: AtomicBool::new(false),
             dirty: AtomicBool::new(false),
             seen_at: AtomicU64::new(0),
         }

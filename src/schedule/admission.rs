@@ -14,14 +14,18 @@ use super::pending::longest_blocks;
 use super::{Effect, LoadView, PendingRequest, Purpose, Rejection, Request, ResolvedOptions, Schedule, Target};
 use crate::config::SessionAffinity;
 use crate::protocol::{BookingId, Timestamp, WorkerRank};
-use crate::queue::{Backpressure, ClassId, Depth, LaneKey, QueueEntry, TenantKey};
-use crate::select::{Draw, Filter, RankOverlap, TierOverlap};
+use crate::queue::{Backpressure, ClassId, Depth, LaneKey, QueueEntry, TenantKey, UnknownClass};
+use crate::select::{Draw, RankOverlap, TierOverlap};
 
 /// Maximum requests per round of load queries.
 const BATCH_MAX: usize = 64;
 
 /// Maximum overlap refreshes per step.
 const REFRESHES_MAX: usize = 64;
+
+/// Maximum held calls, and evaluations of a rank for them, when room may have become free.
+const HELD_MAX: usize = 1_024;
+const HELD_EVALUATIONS_MAX: usize = 16_384;
 
 /// Interval of queue evaluation while load decays with time.
 pub(super) const DECAY_RECHECK: Duration = Duration::from_millis(20);
@@ -36,6 +40,7 @@ impl<T> PendingRequest<T> {
             session: self.session,
             begins: self.begins,
             class: self.class,
+            full: &self.full,
         }
     }
 
@@ -68,6 +73,7 @@ impl<T> Schedule<T> {
             session,
             begins: false,
             class: None,
+            full: Vec::new(),
             overlaps_at: None,
             cancelled: false,
         };
@@ -181,6 +187,10 @@ impl<T> Schedule<T> {
             if let Some(pending) = self.pop_dispatchable(loads) {
                 return VecDeque::from([pending]);
             }
+            let passing = if self.is_serial { VecDeque::new() } else { self.take_passing() };
+            if !passing.is_empty() {
+                return passing;
+            }
             let Some(arrival) = self.arrivals.pop_front() else { return VecDeque::new() };
             if let Some(pending) = self.admit(arrival, loads, effects) {
                 return VecDeque::from([pending]);
@@ -188,9 +198,24 @@ impl<T> Schedule<T> {
         }
     }
 
+    /// The next arrivals that are not held, in a pool without thresholds.
+    fn take_passing(&mut self) -> VecDeque<PendingRequest<T>> {
+        let mut passing = VecDeque::new();
+        while passing.len() < BATCH_MAX
+            && let Some(arrival) = self.arrivals.pop_front()
+        {
+            if self.may_hold(&arrival) {
+                self.arrivals.push_front(arrival);
+                break;
+            }
+            passing.push_back(arrival);
+        }
+        passing
+    }
+
     /// Returns requests that need another query to the head of the queue.
     pub(super) fn query_again(&mut self, mut requests: VecDeque<PendingRequest<T>>) {
-        let line = if self.queueing { &mut self.again } else { &mut self.arrivals };
+        let line = if self.is_serial { &mut self.again } else { &mut self.arrivals };
         while let Some(pending) = requests.pop_back() {
             line.push_front(pending);
         }
@@ -212,11 +237,8 @@ impl<T> Schedule<T> {
         }
         self.renew_session(&mut pending);
         self.credit_session(&mut pending, loads);
-        let name = pending.request.options.as_ref().and_then(|options| options.policy_class.as_deref());
-        let cached_tokens = self.best_cached_tokens(pending.eligibility_inputs(), &pending.request.overlaps);
-        let uncached_tokens = pending.request.prompt_tokens.saturating_sub(cached_tokens);
-        let class = match self.queue.class_of(name, uncached_tokens) {
-            Ok(class) => class,
+        let class = match self.class_of(&pending) {
+            Ok((class, _)) => class,
             Err(unknown) => {
                 let reason = Rejection::UnknownClass(unknown);
                 effects.push_back(Effect::Reject { context: pending.request.context, reason });
@@ -227,8 +249,12 @@ impl<T> Schedule<T> {
         if !pending.asks_for_place() {
             return Some(pending); // an explanation shows that the request would wait
         }
+        pending.full = self.full_ranks(&pending, class);
         self.active.settings.rules.evaluate(&self.pool.ranks, pending.eligibility_inputs(), &mut self.eligibility);
         let open = self.eligibility.count_open();
+        if open > 0 && self.program_holds.holds(class) {
+            return Some(pending);
+        }
         if open > 0 {
             return self.admit_in_turn(pending, class, open, loads, effects);
         }
@@ -243,6 +269,14 @@ impl<T> Schedule<T> {
             return None;
         }
         self.hold(pending, class, effects)
+    }
+
+    /// Class of a request, and its prompt tokens on the best rank.
+    pub(super) fn class_of(&mut self, pending: &PendingRequest<T>) -> Result<(ClassId, u32), UnknownClass> {
+        let name = pending.request.options.as_ref().and_then(|options| options.policy_class.as_deref());
+        let cached_tokens = self.best_cached_tokens(pending.eligibility_inputs(), &pending.request.overlaps);
+        let uncached_tokens = pending.request.prompt_tokens.saturating_sub(cached_tokens);
+        Ok((self.queue.class_of(name, uncached_tokens)?, cached_tokens))
     }
 
     /// Queues a request for which ranks are open if requests of other replicas precede. Returns one that does not or
@@ -277,6 +311,10 @@ impl<T> Schedule<T> {
     ) -> Option<PendingRequest<T>> {
         let waited = pending.overlaps_at.is_some(); // it was admitted before
         if !waited && let Err(backpressure) = self.may_wait(&pending, class) {
+            if !pending.full.is_empty() {
+                pending.full.clear(); // a hold is a preference
+                return Some(pending);
+            }
             let reason = Rejection::Backpressure(backpressure);
             effects.push_back(Effect::Reject { context: pending.request.context, reason });
             return None;
@@ -290,6 +328,7 @@ impl<T> Schedule<T> {
         let cached_tokens = self.best_cached_tokens(pending.eligibility_inputs(), &pending.request.overlaps);
         let (entry, lane) = (queue_entry(&pending, cached_tokens), self.lane_of(&pending));
         let overlaps_at = *pending.overlaps_at.get_or_insert(self.pool.now);
+        self.program_holds.hold(&pending, class);
         self.queue.push(booking.0, class, lane, entry, pending);
         if refreshes {
             self.overlap_ages.insert((overlaps_at, booking));
@@ -312,19 +351,14 @@ impl<T> Schedule<T> {
         let adapter = options.lora_name.as_deref().map_or(0, |name| xxh3_64(name.as_bytes()));
         let bound = pending.session.filter(|_| self.active.settings.rules.session_affinity == SessionAffinity::Hard);
         let bound = bound.map_or(0, |rank| Draw { seed: 1, request: 0 }.key(rank));
-        LaneKey(options.constraints.lane() ^ adapter ^ bound ^ filtered)
+        // Held calls need room for different prompts.
+        let held = pending.booking().filter(|_| !pending.full.is_empty());
+        let held = held.map_or(0, |booking| xxh3_64(&booking.0.to_le_bytes()));
+        LaneKey(options.constraints.lane() ^ adapter ^ bound ^ filtered ^ held)
     }
 
-    /// Prompt tokens cached on the best rank that may serve the request, now or after a wait.
     fn best_cached_tokens(&mut self, inputs: EligibilityInputs<'_>, overlaps: &[RankOverlap]) -> u32 {
-        let (ranks, eligibility) = (&self.pool.ranks, &mut self.eligibility);
-        let (pool, prompt_tokens) = (self.active.settings.pool, inputs.prompt_tokens);
-        self.active.settings.rules.evaluate(ranks, inputs, eligibility);
-        let may_serve = overlaps.iter().filter(|known| {
-            let position = ranks.position_of(known.slot, known.generation);
-            position.is_some_and(|position| eligibility.of(position).is_none_or(Filter::passes))
-        });
-        may_serve.map(|known| pool.cached_tokens(known.overlap, prompt_tokens)).max().unwrap_or(0)
+        self.active.settings.best_cached_tokens(&self.pool.ranks, &mut self.eligibility, inputs, overlaps)
     }
 
     /// The next request to leave the queue.
@@ -336,16 +370,24 @@ impl<T> Schedule<T> {
         if !self.look_again {
             return None;
         }
-        let Some(head) = self.queue_head() else {
+        if self.queue.is_empty() {
             self.look_again = false;
             self.turn.reset();
             return None;
-        };
-        let Self { queue, active, pool, eligibility, turn, .. } = self;
-        let mut yields = false;
-        let popped = queue.pop(pool.now, |_, _, pending: &PendingRequest<T>| {
-            let open = active.settings.rules.count_open_to(&pool.ranks, pending.eligibility_inputs(), eligibility);
-            let gives_way = open > 0 && turn.must_yield(loads, open, head, pool.now);
+        }
+        let head = self.queue_head().unwrap_or(self.pool.now);
+        let Self { queue, active, pool, eligibility, turn, program_holds, .. } = self;
+        let held_max = (HELD_EVALUATIONS_MAX / pool.ranks.as_slice().len().max(1)).min(HELD_MAX);
+        let (mut yields, mut held) = (false, 0);
+        let popped = queue.pop(pool.now, |class, _, pending: &PendingRequest<T>| {
+            held += usize::from(!pending.full.is_empty());
+            if held > held_max {
+                return false;
+            }
+            let full = program_holds.full_ranks(&active.settings, pool, eligibility, pending, class);
+            let inputs = EligibilityInputs { full: &full, ..pending.eligibility_inputs() };
+            let open = active.settings.rules.count_open_to(&pool.ranks, inputs, eligibility);
+            let gives_way = open > 0 && !program_holds.holds(class) && turn.must_yield(loads, open, head, pool.now);
             yields |= gives_way;
             open > 0 && !gives_way
         });
@@ -355,13 +397,15 @@ impl<T> Schedule<T> {
             turn.end(head, pool.now);
         }
         self.look_again = yields || popped.is_some();
-        let (_, pending) = popped?;
+        let (_, mut pending) = popped?;
         self.forget_age(&pending);
+        pending.full = pending.class.map_or_else(Vec::new, |class| self.full_ranks(&pending, class));
         Some(pending)
     }
 
-    /// Removes the refresh entry of a request that leaves the queue.
+    /// Removes the times of a request that leaves the queue.
     fn forget_age(&mut self, pending: &PendingRequest<T>) {
+        self.program_holds.release(pending, self.pool.now);
         if let Some((since, waits)) = pending.overlaps_at.zip(pending.request.waits.as_ref()) {
             self.overlap_ages.remove(&(since, waits.booking));
         }
@@ -395,6 +439,7 @@ impl<T> Schedule<T> {
     pub(super) fn on_cancel(&mut self, booking: BookingId, effects: &mut VecDeque<Effect<T>>) {
         let removed = self.queue.remove(booking.0);
         let removed = removed.or_else(|| self.again.remove(booking)).or_else(|| self.arrivals.remove(booking));
+        self.program_holds.cancel(booking, self.pool.now);
         if let Some(pending) = removed {
             self.forget_age(&pending);
             effects.push_back(Effect::Cancelled { context: pending.request.context });
@@ -431,7 +476,8 @@ impl<T> Schedule<T> {
         let (number, prompt_tokens) = (pending.number, pending.request.prompt_tokens);
         let (options, session, class) = (pending.request.options.clone(), pending.session, pending.class);
         let (options, begins) = (options.as_deref(), pending.begins);
-        let inputs = EligibilityInputs { number, prompt_tokens, options, session, begins, class };
+        self.look_again |= !pending.full.is_empty(); // a rank may hold more of the prompt
+        let inputs = EligibilityInputs { number, prompt_tokens, options, session, begins, class, full: &[] };
         let cached_tokens = self.best_cached_tokens(inputs, &overlaps);
         if let Some(pending) = self.queue.get_mut(booking.0) {
             pending.longest_blocks = longest_blocks(&overlaps);
@@ -472,9 +518,10 @@ impl<T> Schedule<T> {
         }
         let refresh =
             self.overlap_refresh_after.zip(self.overlap_ages.first()).map(|(after, (since, _))| *since + after);
-        let decays =
-            self.pool.ranks.as_slice().iter().any(super::rank::Rank::decays).then(|| self.pool.now + DECAY_RECHECK);
-        [self.queue.next_due(), refresh, decays, self.turn.ends_at()].into_iter().flatten().min()
+        let decays = self.is_serial && self.pool.ranks.as_slice().iter().any(super::rank::Rank::decays);
+        let decays = decays.then(|| self.pool.now + DECAY_RECHECK);
+        let room = self.program_holds.next_room(self.pool.now);
+        [self.queue.next_due(), refresh, decays, self.turn.ends_at(), room].into_iter().flatten().min()
     }
 
     /// Whether any request waits for the load of a rank to fall.
@@ -483,9 +530,10 @@ impl<T> Schedule<T> {
         !self.queue.is_empty()
     }
 
-    /// Arrival of the longest-waiting request.
+    /// Arrival of the longest-waiting request, without those of classes that hold programs: they take no turns.
     pub fn queue_head(&self) -> Option<Timestamp> {
-        self.depths().filter_map(|(_, depth)| depth.oldest).min()
+        let classes = self.depths().zip(0..).filter(|(_, id)| !self.program_holds.holds(ClassId(*id)));
+        classes.filter_map(|((_, depth), _)| depth.oldest).min()
     }
 
     /// Queue depths by class.

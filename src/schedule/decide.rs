@@ -155,6 +155,7 @@ impl<T> Schedule<T> {
         if self.active.settings.rules.session_affinity != SessionAffinity::Off {
             self.remember(&pending, decision.rank);
         }
+        self.claim(&pending, decision.slot);
         let pool = &mut self.pool;
         let number = pool.ranks.book(position, pending.candidate(in_batch), decision.prefill_load);
         if self.learns_typical {

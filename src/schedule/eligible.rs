@@ -16,7 +16,7 @@ use super::ranks::Ranks;
 use crate::config::{QueueClass, RouterConfig, SessionAffinity};
 use crate::engine_load::EngineLimits;
 use crate::policy::{RankFilters, RequestFacts};
-use crate::protocol::{Timestamp, WorkerRank};
+use crate::protocol::{Slot, Timestamp, WorkerRank};
 use crate::queue::ClassId;
 use crate::select::{Filter, Removed, preference_factor};
 
@@ -88,6 +88,8 @@ pub(super) struct EligibilityInputs<'a> {
     pub(super) begins: bool,
     /// Class whose busy ranks it avoids.
     pub(super) class: Option<ClassId>,
+    /// Slots of ranks whose caches are full of other programs, in order.
+    pub(super) full: &'a [Slot],
 }
 
 /// Eligibility of every rank for one request, by position.
@@ -255,6 +257,9 @@ impl Rules {
         if let Some(limits) = inputs.class.and_then(|class| self.busy.get(class.0 as usize)) {
             eligibility.refuse(Filter::Busy, |position| limits.exceeded_by(&all[position]));
         }
+        if !inputs.full.is_empty() {
+            eligibility.refuse(Filter::Busy, |position| inputs.full.binary_search(&all[position].slot()).is_ok());
+        }
         if let Some(options) = inputs.options.filter(|options| options.constraints.pin.is_some()) {
             eligibility.restrict(Filter::Pin, |position| options.constraints.prefers(all[position].rank));
         }
@@ -282,7 +287,8 @@ impl Rules {
         let refused = options.constraints.refused_by(rank.rank, &rank.about.traits).is_some();
         let restricted = status.unavailable || status.draining || status.asleep;
         let restricted = restricted || status.overloaded || status.engine_overloaded;
-        let loaded = self.is_overloaded(rank) || busy.is_some_and(|limits| limits.exceeded_by(rank));
+        let busy = busy.is_some_and(|limits| limits.exceeded_by(rank));
+        let loaded = self.is_overloaded(rank) || busy || inputs.full.binary_search(&rank.slot()).is_ok();
         let accepted =
             self.filters.is_empty() || self.filters.accept(&self.request_facts(&inputs), rank.rank, &rank.about.traits);
         usize::from(!refused && accepted && !restricted && !loaded)

@@ -141,6 +141,7 @@ mod tests {
             session: None,
             begins: false,
             class: None,
+            full: Vec::new(),
             longest_blocks: 0,
             overlaps_at: None,
             cancelled: false,

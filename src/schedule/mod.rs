@@ -23,12 +23,14 @@ mod eligible;
 mod explain;
 mod explanation;
 mod extensions;
+mod held_calls;
 mod latency;
 mod line;
 mod load_view;
 mod options;
 mod pending;
 mod pool;
+mod program_holds;
 mod progress;
 mod projected;
 mod rank;
@@ -75,6 +77,7 @@ use latency::typical::Typical;
 use line::Line;
 use pending::PendingRequest;
 use pool::Arrivals;
+use program_holds::ProgramHolds;
 use progress::Progress;
 use ranks::Ranks;
 use search::Search;
@@ -96,6 +99,9 @@ pub struct Schedule<T> {
     learns_typical: bool,
     /// Whether any request may ever wait.
     queueing: bool,
+    /// Whether requests are decided one at a time, because ranks may be busy for them.
+    is_serial: bool,
+    program_holds: ProgramHolds,
     overlap_refresh_after: Option<Duration>,
     sessions: Sessions,
     arrivals: Line<T>,
@@ -145,7 +151,7 @@ impl<T> Schedule<T> {
         let (is_custom, is_scored) = (extensions.policy.is_some(), !extensions.scorers.is_empty());
         let active = DecidingPolicy::new(&config, extensions);
         let follows_decay = !active.settings.is_in_seconds()
-            || config.queue.is_enabled()
+            || config.queue.has_threshold()
             || !active.settings.rules.lenient
             || is_custom
             || is_scored;
@@ -167,6 +173,8 @@ impl<T> Schedule<T> {
             learns_typical: active.settings.is_in_seconds(),
             active,
             queueing: config.queue.is_enabled(),
+            is_serial: config.queue.has_threshold(),
+            program_holds: ProgramHolds::new(&config),
             overlap_refresh_after: Some(refresh_after).filter(|after| !after.is_zero()),
             sessions: Sessions::new(Duration::from_millis(config.session.ttl_ms), config.session.sessions_max),
             arrivals: Line::new(),
@@ -204,6 +212,7 @@ impl<T> Schedule<T> {
             Input::Loads { batch, answers } => self.on_loads(batch, answers),
             Input::Cancel(booking) => self.on_cancel(booking, effects),
             Input::Overlaps { booking, overlaps } => self.on_overlaps(booking, overlaps),
+            Input::Ended { booking, is_stop } => self.on_ended(booking, is_stop),
             Input::Wake => {}
             Input::Admit(_)
             | Input::Describe { .. }
@@ -269,7 +278,10 @@ impl<T> Schedule<T> {
         self.drop_shortlist();
         let (ranks, rules) = (&mut self.pool.ranks, &self.active.settings.rules);
         match input {
-            Input::Admit(admission) => ranks.admit(admission, loads, rules.slow_start_factor()),
+            Input::Admit(admission) => {
+                self.program_holds.forget(admission.slot);
+                ranks.admit(admission, loads, rules.slow_start_factor());
+            }
             Input::Describe { slot, generation, traits } => ranks.describe(slot, generation, traits),
             Input::Drain { slot, generation } => ranks.set_draining(slot, generation, true),
             Input::Undrain { slot, generation } => ranks.set_draining(slot, generation, false),
@@ -279,10 +291,16 @@ impl<T> Schedule<T> {
             }
             Input::Retire { slot, generation } => {
                 if let Some(rank) = ranks.retire(slot, generation) {
+                    self.program_holds.forget(slot);
                     self.sessions.forget_rank(rank);
                 }
             }
-            Input::Request(_) | Input::Loads { .. } | Input::Cancel(_) | Input::Overlaps { .. } | Input::Wake => {}
+            Input::Request(_)
+            | Input::Loads { .. }
+            | Input::Cancel(_)
+            | Input::Ended { .. }
+            | Input::Overlaps { .. }
+            | Input::Wake => {}
         }
         if !self.queue.is_empty() {
             self.reject_unservable(effects);
@@ -307,6 +325,7 @@ impl<T> Schedule<T> {
     fn prepare_next<V: LoadView>(&mut self, loads: &V, effects: &mut VecDeque<Effect<T>>) -> Option<Progress> {
         if self.queueing {
             self.expire(effects);
+            self.look_again |= self.program_holds.advance(self.pool.now);
         }
         if self.in_flight.is_some() || !self.has_candidates() {
             return None;

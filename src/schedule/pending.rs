@@ -3,7 +3,7 @@
 use super::Request;
 use super::rank::ProjectedPrompt;
 use crate::load::PromptFingerprint;
-use crate::protocol::{BookingId, Timestamp, WorkerRank};
+use crate::protocol::{BookingId, Slot, Timestamp, WorkerRank};
 use crate::queue::ClassId;
 use crate::select::RankOverlap;
 
@@ -19,6 +19,8 @@ pub(super) struct PendingRequest<T> {
     pub(super) begins: bool,
     /// Class whose busy ranks it avoids; absent for requests that never wait.
     pub(super) class: Option<ClassId>,
+    /// Slots of ranks whose caches are full of other programs, in order.
+    pub(super) full: Vec<Slot>,
     /// Longest overlap of a rank, in device blocks.
     pub(super) longest_blocks: u32,
     /// Time of its overlap; absent for requests that never waited.

@@ -1,11 +1,12 @@
 //! What one policy decides by: its settings and those of the pool, its rules, and the embedder's code.
 
 use super::Extensions;
-use super::eligible::Rules;
+use super::eligible::{Eligibility, EligibilityInputs, Rules};
 use super::pending::PendingRequest;
+use super::ranks::Ranks;
 use crate::config::{PoolRole, RouterConfig};
 use crate::policy::{CostUnit, KvCost, Needs, Policy};
-use crate::select::{TierOverlap, TierWeights};
+use crate::select::{Filter, RankOverlap, TierOverlap, TierWeights};
 
 /// Configuration read by every decision, kept together for locality.
 #[derive(Debug)]
@@ -52,6 +53,22 @@ impl Settings {
             rules: Rules::new(config, &config.queue.classes_or_default(), extensions.filters.clone()),
             extensions,
         }
+    }
+
+    /// Prompt tokens cached on the best rank that may serve the request, now or after a wait.
+    pub(super) fn best_cached_tokens(
+        &self,
+        ranks: &Ranks,
+        eligibility: &mut Eligibility,
+        inputs: EligibilityInputs<'_>,
+        overlaps: &[RankOverlap],
+    ) -> u32 {
+        self.rules.evaluate(ranks, inputs, eligibility);
+        let may_serve = overlaps.iter().filter(|known| {
+            let position = ranks.position_of(known.slot, known.generation);
+            position.is_some_and(|position| eligibility.of(position).is_none_or(Filter::passes))
+        });
+        may_serve.map(|known| self.pool.cached_tokens(known.overlap, inputs.prompt_tokens)).max().unwrap_or(0)
     }
 
     /// Whether latencies are compared, for the choice or only for predictions beside a custom policy.

@@ -109,6 +109,13 @@ pub enum Input<T> {
     },
     /// The caller of a waiting request has left: it leaves immediately, or after the replies to its batch.
     Cancel(BookingId),
+    /// A booked call of a program has ended, with the finish reason `stop` or another one.
+    Ended {
+        /// The call.
+        booking: BookingId,
+        /// Whether the program returns late or never.
+        is_stop: bool,
+    },
     /// The present overlap of a waiting request: the reply to [`Effect::Refresh`].
     Overlaps {
         /// The request.

@@ -304,11 +304,11 @@ fn working_sets_follow_the_newest_contexts() {
     assert_eq!(place(&mut sessions, 2, 2, 30, 5, 2), [200, 250], "ten were evicted");
     assert_eq!(
         (sessions.programs(), sessions.returns()),
-        (2, Returns { calls: 1, held_blocks: 5, evicted_blocks: 10 })
+        (2, Returns { calls: 1, held_blocks: 5, evicted_blocks: 10, ..Returns::default() })
     );
     assert_eq!(place(&mut sessions, 3, 2, 10, 5, 250), [200, 300]);
     assert_eq!(place(&mut sessions, 2, 2, 31, 30, 301), [0, 310], "the first agent is idle");
-    assert_eq!(sessions.returns(), Returns { calls: 2, held_blocks: 35, evicted_blocks: 10 });
+    assert_eq!(sessions.returns(), Returns { calls: 2, held_blocks: 35, evicted_blocks: 10, ..Returns::default() });
     assert_eq!((sessions.programs(), sessions.forget_rank(rank(2))), (2, 2));
     assert_eq!((sessions.programs(), sessions.working_tokens(rank(2))), (1, 0));
     let (now, restarted) = (Returns { calls: 9, ..Returns::default() }, Returns { calls: 2, ..Returns::default() });

@@ -31,6 +31,10 @@ pub struct Returns {
     pub held_blocks: u64,
     /// Blocks that no rank held any more.
     pub evicted_blocks: u64,
+    /// Calls that have waited for the claims of other programs.
+    pub holds: u64,
+    /// Sum of these waits.
+    pub hold_seconds: u64,
 }
 
 impl Returns {
@@ -42,6 +46,8 @@ impl Returns {
             calls: since(self.calls, earlier.calls),
             held_blocks: since(self.held_blocks, earlier.held_blocks),
             evicted_blocks: since(self.evicted_blocks, earlier.evicted_blocks),
+            holds: since(self.holds, earlier.holds),
+            hold_seconds: since(self.hold_seconds, earlier.hold_seconds),
         }
     }
 }

@@ -32,6 +32,13 @@ pub enum SchedulerMsg<C, H, A> {
     Timeout,
     /// The caller of a waiting request has cancelled it.
     Cancel(BookingId),
+    /// A booked call of a program has ended.
+    Ended {
+        /// The call.
+        booking: BookingId,
+        /// Whether the program returns late or never.
+        is_stop: bool,
+    },
     /// Result of a repeated overlap query for a waiting request.
     Refreshed {
         /// The request.
@@ -189,6 +196,7 @@ impl<C: RequestLease, D: Decider<C>, H: Clone, J: OpenLoadQuery> SchedulerShell<
             SchedulerMsg::Loads { batch, answers } => self.input(Input::Loads { batch, answers }, now),
             SchedulerMsg::Timeout => self.on_timeout(now),
             SchedulerMsg::Cancel(booking) => self.input(Input::Cancel(booking), now),
+            SchedulerMsg::Ended { booking, is_stop } => self.input(Input::Ended { booking, is_stop }, now),
             SchedulerMsg::Refreshed { booking, overlaps } => self.input(Input::Overlaps { booking, overlaps }, now),
             SchedulerMsg::Wake { at } => {
                 if at.is_some() && at == self.wake_at && !Defect::WakeTimerForgotten.is_planted() {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use pointsman::config::{PrefillModel, RouterConfigOverride, SessionAffinity};
+use pointsman::config::{PrefillModel, QueueClass, RouterConfigOverride, SessionAffinity};
 use pointsman::internals::config::{
     LoadConfig, OverloadConfig, QueueConfig, SessionConfig, ShadowConfig, SlowStartConfig,
 };
@@ -157,6 +157,8 @@ pub(crate) struct Recorded {
     effects: VecDeque<Effect<u64>>,
     open: VecDeque<LoadQuery>,
     late: Vec<LoadAnswer>,
+    /// Whether the caches are so small that calls are held.
+    is_small: bool,
     /// Entries from each keyframe on.
     pub(crate) segments: Vec<Vec<u8>>,
     pub(crate) booked: u64,
@@ -175,6 +177,7 @@ impl Recorded {
             effects: VecDeque::new(),
             open: VecDeque::new(),
             late: Vec::new(),
+            is_small: config.queue.holds_programs(),
             segments: Vec::new(),
             booked: 0,
         };
@@ -185,7 +188,7 @@ impl Recorded {
     pub(crate) fn admit(&mut self, slot: u32, now: Timestamp) {
         self.live.insert(Slot(slot), self.cells[slot as usize].clone());
         let traits = RankTraits {
-            total_kv_blocks: (!slot.is_multiple_of(3)).then_some(5_000),
+            total_kv_blocks: if self.is_small { Some(90) } else { (!slot.is_multiple_of(3)).then_some(5_000) },
             max_num_batched_tokens: Some(2_048),
             taints: slot.is_multiple_of(2).then(|| "fast".to_owned()).into_iter().collect(),
             lora_adapters: (slot % 4 == 1).then(|| "adapter".to_owned()).into_iter().collect(),
@@ -259,6 +262,8 @@ impl Recorded {
             }
             14 => self.recorder.begin_segment(),
             15..20 => self.step(Input::Wake, now),
+            20..50 => self
+                .step(Input::Ended { booking: BookingId(n.saturating_sub(n % 16)), is_stop: n.is_multiple_of(8) }, now),
             _ => {}
         }
     }
@@ -317,5 +322,11 @@ pub(crate) fn configs() -> Vec<RouterConfig> {
         shadow: ShadowConfig { policies: Policy::ALL.map(PolicyConfig::from).to_vec(), share: 0.3 },
         ..config
     });
-    plain.chain(every).collect()
+    let holds = QueueClass { program_hold_ms: Some(1_000), ..QueueClass::named("batch") };
+    let busy = QueueClass { busy_prefill_frac: Some(0.4), ..holds.clone() };
+    let held = [holds, busy].map(|class| {
+        let queue = QueueConfig { classes: vec![class], ..QueueConfig::default() };
+        RouterConfig { block_size: Some(16), queue, ..RouterConfig::default() }
+    });
+    plain.chain(every).chain(held).collect()
 }

@@ -2,7 +2,6 @@
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
-use std::time::Duration;
 
 use axum::body::{Body, Bytes};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, Response, StatusCode, Uri};
@@ -136,7 +135,7 @@ async fn place_prefill(
 ) -> Result<Option<Box<Placement>>, ApiError> {
     // The proxy does not report the end of the prefill leg, which precedes the head of the response.
     request.options.not_streamed = true;
-    let within = Duration::from_millis(context.settings.gateway.queue_timeout_ms);
+    let within = context.placement_timeout(pool.pools.prefill(), &request.options);
     let placed = timeout(within, pool.place(request, &BTreeSet::new(), decode)).await;
     let (result, prefill) = match placed.map_err(|_| ApiError::queue_timeout())?? {
         PrefillPlacement::Remote(prefill) => (PrefillResult::Remote, Some(prefill)),
@@ -173,7 +172,7 @@ async fn decide_by_load(
 }
 
 async fn place(context: &RequestContext, model: &Model, request: RouteRequest<'_>) -> Result<Placement, ApiError> {
-    let within = Duration::from_millis(context.settings.gateway.queue_timeout_ms);
+    let within = context.placement_timeout(&model.router, &request.options);
     let routed = timeout(within, model.router.route(request)).await;
     routed.map_err(|_| ApiError::queue_timeout())?.map_err(|error| placement_error(&model.router, error))
 }

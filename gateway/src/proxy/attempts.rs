@@ -254,7 +254,7 @@ impl<'a> AttemptLoop<'a> {
         excluded: &mut ExcludedRanks,
         ttft: (Option<Duration>, Duration),
     ) -> Result<Placement, ApiError> {
-        let within = Duration::from_millis(self.outbound.context.settings.gateway.queue_timeout_ms);
+        let within = self.outbound.context.placement_timeout(&self.outbound.model.router, &request.options);
         let own_pin = request.options.constraints.pin;
         let mut route = async |excluded_ranks: &BTreeSet<WorkerRank>, again: Option<WorkerRank>| {
             request.options.constraints.excluded_ranks.clone_from(excluded_ranks);

@@ -1,6 +1,9 @@
 //! What a request sees of the gateway.
 
 use std::sync::Arc;
+use std::time::Duration;
+
+use pointsman::{RequestOptions, Router};
 
 use super::ids::Ids;
 use crate::admission::admit::Admission;
@@ -21,4 +24,12 @@ pub(crate) struct RequestContext {
     /// Exporter of traces; `None` without `gateway.otlp_endpoint`.
     pub(crate) tracing: Option<Arc<Tracing>>,
     pub(crate) ids: Arc<Ids>,
+}
+
+impl RequestContext {
+    /// Longest wait for a placement: `queue_timeout_ms`, and the hold of a program.
+    pub(crate) fn placement_timeout(&self, router: &Router, options: &RequestOptions) -> Duration {
+        let hold = options.session_id.as_ref().map(|_| router.config().queue.hold_of(options.policy_class.as_deref()));
+        Duration::from_millis(self.settings.gateway.queue_timeout_ms) + hold.unwrap_or_default()
+    }
 }

@@ -236,7 +236,7 @@ impl<'a> Split<'a> {
         let options = &mut prefill.options;
         // The leg generates one token, and its end is reported as the first token.
         (options.expected_output_tokens, options.output_tokens_max, options.not_streamed) = (Some(1), Some(1), false);
-        let within = Duration::from_millis(outbound.context.settings.gateway.queue_timeout_ms);
+        let within = outbound.context.placement_timeout(pool.pools.prefill(), &prefill.options);
         let placed = timeout(within, pool.place(prefill, excluded, decode.placement)).await;
         decode.account.waited_since(waits);
         decode.account.access.routed(waits.elapsed());

@@ -68,7 +68,7 @@ impl<T> Recorder<T> {
                 self.record_answers(&mut schedule.pool, answers, now);
             }
             Input::Loads { .. } => tape.lacks_statuses.set(true),
-            Input::Request(_) | Input::Cancel(_) | Input::Overlaps { .. } | Input::Wake => {}
+            Input::Request(_) | Input::Cancel(_) | Input::Ended { .. } | Input::Overlaps { .. } | Input::Wake => {}
         }
         schedule.begin(input, loads, now, effects);
         while let Some(progress) = schedule.advance(loads, effects) {
@@ -133,6 +133,7 @@ impl<T> Recorder<T> {
                     session: pending.session,
                     begins: pending.begins,
                     class: pending.class,
+                    full: &pending.full,
                     parent: parent_of(in_batch, requests),
                 };
                 parts.put(to, last, |known| pool.ranks.position_of(known.slot, known.generation).is_some());

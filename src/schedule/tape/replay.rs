@@ -284,7 +284,7 @@ impl Replay {
                     .position_in(slot)
                     .map(|position| schedule.pool.ranks.as_slice()[position].generation)
             };
-            let RecordedRequest { number, fingerprint, request, session, begins, class } =
+            let RecordedRequest { number, fingerprint, request, session, begins, class, full } =
                 RecordedRequest::read(from, &mut self.last, prompt_at, generation_in, &mut blocks_left)?;
             let (overlaps_at, cancelled) = (None, false);
             self.in_flight.push_back(PendingRequest {
@@ -295,6 +295,7 @@ impl Replay {
                 session,
                 begins,
                 class,
+                full,
                 overlaps_at,
                 cancelled,
             });

@@ -21,6 +21,7 @@ pub(super) struct RecordedRequest {
     pub(super) session: Option<WorkerRank>,
     pub(super) begins: bool,
     pub(super) class: Option<ClassId>,
+    pub(super) full: Vec<Slot>,
 }
 
 /// Parts of a pending request, as the scheduler has them.
@@ -32,6 +33,7 @@ pub(super) struct RequestParts<'a, T> {
     pub(super) session: Option<WorkerRank>,
     pub(super) begins: bool,
     pub(super) class: Option<ClassId>,
+    pub(super) full: &'a [Slot],
     /// The earlier request of the batch with the longest common prefix: its distance and the common blocks.
     pub(super) parent: Option<(usize, u32)>,
 }
@@ -43,8 +45,9 @@ const SHARED_CACHE: u64 = 1 << 3;
 const PARENT: u64 = 1 << 4;
 const EXACTLY: u64 = 1 << 5;
 const BEGINS: u64 = 1 << 6;
+const FULL: u64 = 1 << 7;
 /// The purpose in the upper bits.
-const PURPOSE_SHIFT: u8 = 7;
+const PURPOSE_SHIFT: u8 = 8;
 
 impl<T> RequestParts<'_, T> {
     pub(super) fn put(&self, to: &mut Vec<u8>, last: &mut Last, is_current: impl Fn(&RankOverlap) -> bool) {
@@ -63,6 +66,7 @@ impl<T> RequestParts<'_, T> {
             | flag(self.parent.is_some(), PARENT)
             | flag(request.target != Target::Any, EXACTLY)
             | flag(self.begins, BEGINS)
+            | flag(!self.full.is_empty(), FULL)
             | purpose << PURPOSE_SHIFT;
         put_number(to, flags);
         last.put_number(to, self.number);
@@ -75,6 +79,10 @@ impl<T> RequestParts<'_, T> {
         put_overlaps(to, &request.overlaps, is_current);
         put_present(to, self.session.as_ref());
         put_present(to, self.class.map(|class| class.0).as_ref());
+        if !self.full.is_empty() {
+            put_number(to, self.full.len() as u64);
+            self.full.iter().for_each(|slot| put_number(to, slot.0.into()));
+        }
         put_present(to, self.parent.as_ref());
         if !request.shared_cache.ranges().is_empty() {
             let ranges = request.shared_cache.ranges();
@@ -112,6 +120,7 @@ impl RecordedRequest {
         let overlaps = read_overlaps(from, generation_in)?;
         let session = read_if(flags & SESSION != 0, from)?;
         let class = read_if(flags & CLASS != 0, from)?.map(ClassId);
+        let full = if flags & FULL != 0 { from.list(|from| from.u32().map(Slot))? } else { Vec::new() };
         let parent: Option<(usize, u32)> = read_if(flags & PARENT != 0, from)?;
         let shared_cache = if flags & SHARED_CACHE != 0 {
             SharedHits::new(from.list(|from| Some(from.u32()?..from.u32()?))?)
@@ -144,7 +153,7 @@ impl RecordedRequest {
             options,
             ..Request::new(id.into(), prompt, prompt_tokens)
         };
-        Some(Self { number, fingerprint, request, session, begins: flags & BEGINS != 0, class })
+        Some(Self { number, fingerprint, request, session, begins: flags & BEGINS != 0, class, full })
     }
 }
 
