@@ -259,12 +259,9 @@ async fn other_responses_are_forwarded_without_outcome() {
         (vec![write(format!("HTTP/1.0 200 OK\r\n{head}\r\n{FINE}")), Act::Close], 200, FINE),
         (vec![write(format!("HTTP/1.1 200 OK\r\n{head}\r\n{FINE}")), Act::Close], 200, FINE),
         (
-            vec![
-                write(format!(
-                    "HTTP/1.1 200 OK\r\n{head}content-length: 9\r\ntransfer-encoding: chunked\r\n\r\n{chunk}\r\n{FINE}\r\n0\r\n\r\n"
-                )),
-                write(&evil),
-            ],
+            bare(format!(
+                "HTTP/1.1 200 OK\r\n{head}content-length: 9\r\ntransfer-encoding: chunked\r\n\r\n{chunk}\r\n{FINE}\r\n0\r\n\r\n{evil}"
+            )),
             200,
             FINE,
         ),
