@@ -184,7 +184,7 @@ impl World {
     }
 
     /// A rank with reported first tokens owes two until it is stalled.
-    async fn stall(&self) {
+    async fn stall(&self, restarts: u64) {
         let excluded_ranks = [0, 1, PASSING.0].map(rank).into();
         let options =
             RequestOptions { constraints: Constraints { excluded_ranks, ..Default::default() }, ..Default::default() };
@@ -202,11 +202,11 @@ impl World {
                 owed.push(placement);
             }
         }
-        // Until a pass has found it, or the health actor has died of that. Each load has a time limit.
-        let (router, restarts) = (&self.router, self.router.health().restarts);
+        // Until a pass has found it, or an actor has died: the next one has not seen these first tokens. Each load has a
+        // time limit.
         let is_stalled = |row: &RankHealth| matches!(row.state, HealthState::Stalled { .. });
-        while router.health().restarts == restarts
-            && !router.rank_health().await.is_ok_and(|rows| rows.iter().any(is_stalled))
+        while self.router.health().restarts == restarts
+            && !self.router.rank_health().await.is_ok_and(|rows| rows.iter().any(is_stalled))
         {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
@@ -215,6 +215,7 @@ impl World {
     /// Everything that a router does, at the same time. Returns the placements that are held.
     async fn load(self: &Arc<Self>) -> Vec<Placement> {
         let [first, second, third, fourth] = [(); 4].map(|()| Arc::clone(self));
+        let restarts = self.router.health().restarts;
         let callers =
             [tokio::spawn(async move { first.call(0).await }), tokio::spawn(async move { second.call(10).await })];
         let others = [
@@ -226,7 +227,7 @@ impl World {
                 fourth.query().await;
                 fourth.time_out().await;
                 if fourth.stalls {
-                    fourth.stall().await;
+                    fourth.stall(restarts).await;
                 }
             }),
         ];
