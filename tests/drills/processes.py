@@ -453,7 +453,7 @@ async def beside(address, clients, texts, seconds):
 
 
 def hostile_prompts(clients, size, seconds):
-    """Prompts that are expensive to tokenize delay others no more than without tokenization."""
+    """Prompts that are expensive to tokenize delay others by at most `tokens.wait_ms` more than without tokenization."""
     data = os.path.abspath("gateway/tests/data/tokens")
     local = f'source = "local"\nchat_template_file = "{data}/text.jinja"\nparity_check = false\ntokenizer_file = '
     words = " ".join(f"w{random.getrandbits(30):x}" for _ in range(size // 9))
@@ -466,7 +466,7 @@ def hostile_prompts(clients, size, seconds):
                 tokens = 'source = "none"' if kind == "none" else f'{local}"{data}/{kind}.json"'
                 with Gateway(one, two, tokens=tokens) as gateway:
                     p99[kind] = asyncio.run(beside(gateway.port, clients, [text], seconds))
-        late = [kind for kind, delay in p99.items() if delay > p99["none"] + 0.1]
+        late = [kind for kind, delay in p99.items() if delay > p99["none"] + 0.2]
         milliseconds = {f"{kind}_ms": round(1000 * delay) for kind, delay in p99.items()}
         report(f"hostile prompts, {name}", [f"{late}"] if late else [], **milliseconds)
 
