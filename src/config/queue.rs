@@ -91,7 +91,7 @@ impl QueueConfig {
         self.classes.iter().any(|class| class.program_hold_ms.is_some())
     }
 
-    /// Longest hold of a call that asks for this class or family.
+    /// Longest hold of a call that names this class or family.
     #[must_use]
     pub fn hold_of(&self, name: Option<&str>) -> Duration {
         let first = self.classes.first().map(|class| class.name.as_str());
