@@ -1,8 +1,9 @@
 //! Instructions of the flight recorder, of shadow policies and of folded KV events, for callgrind.
 //!
-//! Runs a number of decisions of the scheduler alone (`decide`, as in `select.rs`) or of whole requests (`route`, as in
-//! `route.rs`, with hashed prompts) and prints nothing but the bytes of records. The instructions of one request are the
-//! difference of two runs with different numbers of requests, divided by the difference of these numbers:
+//! Runs a number of decisions of the scheduler alone (`decide`: from request to Book, with prepared responses of the ranks
+//! in `common/still.rs`) or of whole requests (`route`: hashed prompts, the fleet of `common/routed.rs`) and prints nothing
+//! but the bytes of records. The instructions of one request are the difference of two runs with different numbers of
+//! requests, divided by the difference of these numbers:
 //!
 //! ```console
 //! $ valgrind --tool=callgrind target/dist/deps/record-... decide 512 latency on none 2000
@@ -31,10 +32,8 @@ use tokio::runtime::Builder;
 #[allow(dead_code, reason = "tests use the rest")]
 #[path = "../tests/common/msgpack.rs"]
 mod msgpack;
-#[allow(dead_code, reason = "other benchmarks use the rest")]
 #[path = "common/routed.rs"]
 mod routed;
-#[allow(dead_code, reason = "other benchmarks use the rest")]
 #[path = "common/still.rs"]
 mod still;
 

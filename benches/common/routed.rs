@@ -79,22 +79,14 @@ pub(crate) async fn busy(ranks: u32, defaults: RouterConfig) -> (Router, Vec<Pla
 }
 
 /// Prompts of the measured requests: a new turn of each conversation.
-pub(crate) struct Prompts {
-    tokens: Vec<Vec<u32>>,
-    hashed: Vec<HashedPrompt>,
-}
+pub(crate) struct Prompts(Vec<HashedPrompt>);
 
 impl Prompts {
     pub(crate) fn new() -> Self {
-        let tokens: Vec<_> = (0..CONVERSATIONS).map(|conversation| tokens(conversation, 1_000)).collect();
-        Self { hashed: tokens.iter().map(|tokens| hashed(tokens)).collect(), tokens }
+        Self((0..CONVERSATIONS).map(|conversation| hashed(&tokens(conversation, 1_000))).collect())
     }
 
-    pub(crate) fn tokens(&self, request: usize) -> Prompt<'_> {
-        Prompt::Tokens(&self.tokens[request % self.tokens.len()])
-    }
-
-    pub(crate) fn hashed(&self, request: usize) -> Prompt<'_> {
-        Prompt::Hashed(self.hashed[request % self.hashed.len()].clone())
+    pub(crate) fn hashed(&self, request: usize) -> Prompt<'static> {
+        Prompt::Hashed(self.0[request % self.0.len()].clone())
     }
 }

@@ -97,7 +97,6 @@ pub(crate) struct Still {
     shared_blocks: Vec<Vec<u32>>,
     boards: Vec<BoardLoad>,
     pub(crate) requests: u64,
-    pub(crate) queried_ranks: u64,
     record: Option<(Recorder<u64>, DecisionRing)>,
     recorded_bytes: usize,
 }
@@ -120,7 +119,6 @@ impl Still {
             fleet,
             effects: VecDeque::new(),
             requests: 0,
-            queried_ranks: 0,
             record: None,
             recorded_bytes: 0,
         }
@@ -162,7 +160,6 @@ impl Still {
         loop {
             match self.effects.pop_front() {
                 Some(Effect::Query(LoadQuery { batch, slots, .. })) => {
-                    self.queried_ranks += slots.len() as u64;
                     let answers = slots.iter().map(|&slot| LoadAnswer {
                         slot,
                         generation: Generation(1),

@@ -439,7 +439,7 @@ impl<T> Schedule<T> {
     pub(super) fn on_cancel(&mut self, booking: BookingId, effects: &mut VecDeque<Effect<T>>) {
         let removed = self.queue.remove(booking.0);
         let removed = removed.or_else(|| self.again.remove(booking)).or_else(|| self.arrivals.remove(booking));
-        self.program_holds.cancel(booking, self.pool.now);
+        self.program_holds.claims.end(booking, Duration::ZERO, self.pool.now);
         if let Some(pending) = removed {
             self.forget_age(&pending);
             effects.push_back(Effect::Cancelled { context: pending.request.context });

@@ -279,7 +279,7 @@ impl<T> Schedule<T> {
         let (ranks, rules) = (&mut self.pool.ranks, &self.active.settings.rules);
         match input {
             Input::Admit(admission) => {
-                self.program_holds.forget(admission.slot);
+                self.program_holds.claims.forget(admission.slot);
                 ranks.admit(admission, loads, rules.slow_start_factor());
             }
             Input::Describe { slot, generation, traits } => ranks.describe(slot, generation, traits),
@@ -291,7 +291,7 @@ impl<T> Schedule<T> {
             }
             Input::Retire { slot, generation } => {
                 if let Some(rank) = ranks.retire(slot, generation) {
-                    self.program_holds.forget(slot);
+                    self.program_holds.claims.forget(slot);
                     self.sessions.forget_rank(rank);
                 }
             }

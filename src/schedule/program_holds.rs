@@ -119,11 +119,6 @@ impl ProgramHolds {
         }
     }
 
-    /// A call has left before its end was known.
-    pub(super) fn cancel(&mut self, booking: BookingId, now: Timestamp) {
-        self.claims.end(booking, Duration::ZERO, now);
-    }
-
     /// Ends claims and holds. Returns whether a held call may leave.
     pub(super) fn advance(&mut self, now: Timestamp) -> bool {
         let has_room = self.claims.expire(now);
@@ -135,11 +130,6 @@ impl ProgramHolds {
         self.ends.first()?;
         let hold_end = self.ends.range((now, BookingId(u64::MAX))..).next().map(|(end, _)| *end);
         hold_end.into_iter().chain(self.claims.next_end()).min()
-    }
-
-    /// Forgets the claims on a rank that has left.
-    pub(super) fn forget(&mut self, slot: Slot) {
-        self.claims.forget(slot);
     }
 }
 
