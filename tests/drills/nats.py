@@ -6,7 +6,6 @@ Prints a line per drill and fails if one fails. Usage: nats.py BINARY QUICK(0 or
 import http.client
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -14,7 +13,7 @@ import sys
 import threading
 import time
 
-from processes import BINARY, DIRECTORY, QUICK, Engine, Gateway, body, failed, port, report, started, wait, write_secret
+from processes import BINARY, DIRECTORY, QUICK, Engine, Gateway, body, port, report, run, started, wait, write_secret
 
 SERVER = sys.argv[3]
 # Replicas have one account; a user of the other has the same subjects, which are not those of the replicas.
@@ -126,7 +125,7 @@ def drill(name, gateways, act):
     report(name, violations, **figures, members_after_s=round(recovered, 1), grown_mib=grown)
 
 
-def main():
+def replicas():
     key = os.path.join(DIRECTORY, "key")
     write_secret(key)
     server = Server()
@@ -200,11 +199,4 @@ def main():
             drill(name, gateways, act)
 
 
-try:
-    main()
-finally:
-    for process in started:
-        process.kill()
-    shutil.rmtree(DIRECTORY, ignore_errors=True)
-if failed:
-    sys.exit(f"failed: {', '.join(sorted(set(failed)))}")
+run(replicas)

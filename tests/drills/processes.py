@@ -535,20 +535,10 @@ def disk_rounds(gateway, path, rounds, requests):
     report("full disk", violations, rounds=rounds, requests=sum(statuses.values()), segments_lost=int(lost()))
 
 
-def main():
+def run(drills):
+    """Runs the drills of a script, and exits with an error if one failed."""
     try:
-        killed_engines(40 if QUICK else 200)
-        if not QUICK:
-            stopped_engines(40, 20)
-            asyncio.run(starved(40, 600, 5))
-        for http2 in (False, True):
-            for stream_s in (1,) if QUICK else (2, 7):
-                asyncio.run(handover(http2, stream_s, *((2, 8) if QUICK else (5, 40))))
-        budget(64, 1.2)
-        if not QUICK:
-            hostile_prompts(6, 400_000, 6)
-            open_streams(19_000)
-        disk(5, 30 if QUICK else 300)
+        drills()
     finally:
         for process in started:
             process.kill()
@@ -557,5 +547,20 @@ def main():
         sys.exit(f"failed: {', '.join(sorted(set(failed)))}")
 
 
+def drills():
+    killed_engines(40 if QUICK else 200)
+    if not QUICK:
+        stopped_engines(40, 20)
+        asyncio.run(starved(40, 600, 5))
+    for http2 in (False, True):
+        for stream_s in (1,) if QUICK else (2, 7):
+            asyncio.run(handover(http2, stream_s, *((2, 8) if QUICK else (5, 40))))
+    budget(64, 1.2)
+    if not QUICK:
+        hostile_prompts(6, 400_000, 6)
+        open_streams(19_000)
+    disk(5, 30 if QUICK else 300)
+
+
 if __name__ == "__main__":
-    main()
+    run(drills)
