@@ -240,7 +240,7 @@ impl<B> Answer<B> {
         if let (Some(prefill), Some(usage)) = (&self.prefill, &mut usage)
             && prefill.result == PrefillResult::Remote
         {
-            usage.cached_tokens = prefill.corrections.values.cached_tokens();
+            usage.cached_tokens = prefill.tokens.cached_tokens();
         }
         if let Some(account) = &mut self.account {
             account.used(usage, body.output_tokens());

@@ -215,22 +215,21 @@ fn start_response(
     migration: Option<Box<Migration>>,
 ) -> Response<Body> {
     let (status, mut headers) = (begin.head.status, to_client(&begin.head.headers, request_id));
-    let prefill = begin.prefill.as_ref().map(|prefill| (prefill.result, prefill.corrections.clone()));
+    let prefill = begin.prefill.as_ref().map(|prefill| (prefill.result, prefill.tokens.clone()));
     let is_events = begin.checked == Some(AnswerKind::Events);
     let rank = begin.placement.rank();
     let limits = account.quota_headers();
     let answer = follow(context, account, begin, request_id);
-    let corrections =
-        prefill.as_ref().filter(|(result, _)| *result == PrefillResult::Remote).map(|(_, corrections)| corrections);
+    let tokens = prefill.as_ref().filter(|(result, _)| *result == PrefillResult::Remote).map(|(_, tokens)| tokens);
     let content_type = headers.get(CONTENT_TYPE).map_or(&b""[..], HeaderValue::as_bytes);
     let is_text = [AnswerKind::Json, AnswerKind::Events].iter().any(|kind| kind.accepts(content_type));
     let model = model.filter(|_| status.is_success() && is_text && !headers.contains_key(CONTENT_ENCODING));
     let body = match migration {
-        None => rewritten(answer, is_events, corrections, model),
+        None => rewritten(answer, is_events, tokens, model),
         Some(migration) => {
             // The length changes with the events of other attempts.
             headers.remove(CONTENT_LENGTH);
-            rewritten(MigratingBody::new(context, answer, migration, rank), is_events, corrections, model)
+            rewritten(MigratingBody::new(context, answer, migration, rank), is_events, tokens, model)
         }
     };
     headers.extend(limits);

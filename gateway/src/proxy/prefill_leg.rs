@@ -1,12 +1,9 @@
 //! Prefill leg of a request with two legs.
 
-use std::sync::Arc;
-
 use axum::body::Bytes;
 use axum::http::Request;
 use http_body_util::Full;
 use pointsman::{Outcome, Placement};
-use tokio::sync::watch;
 
 use super::begin::TimeLimit;
 use super::engine_abort::EngineAbort;
@@ -15,7 +12,7 @@ use super::failure::Failure;
 use super::refusal::WorkerError;
 use crate::formats::handover::{PrefillResponse, Protocol};
 use crate::net::upstream::Upstream;
-use crate::pools::disaggregation::LegValues;
+use crate::pools::disaggregation::LegTokens;
 use crate::pools::workers::WorkerRequest;
 
 /// Maximum length of the response of a prefill leg. TensorRT-LLM's contains the prompt as token ids.
@@ -41,8 +38,7 @@ pub(super) struct PrefillLeg {
     pub(super) request: Request<Full<Bytes>>,
     pub(super) protocol: Protocol,
     pub(super) limit: TimeLimit,
-    pub(super) values: watch::Sender<Option<LegValues>>,
-    pub(super) wants_logprobs: bool,
+    pub(super) tokens: LegTokens,
     /// Abort of the leg, if its response does not end.
     pub(super) abort: EngineAbort,
 }
@@ -50,7 +46,7 @@ pub(super) struct PrefillLeg {
 impl PrefillLeg {
     /// Sends the leg. A response ends the booking's prefill and reports the cached tokens.
     pub(super) async fn run(self, placement: Placement, mut sent: WorkerRequest) -> PrefillEnd {
-        let Self { upstream, request, protocol, limit, values, wants_logprobs, mut abort } = self;
+        let Self { upstream, request, protocol, limit, tokens, mut abort } = self;
         let on_head = |status| sent.answered(status);
         let received = exchange_whole(upstream, request, PREFILL_BYTES_MAX, limit, on_head).await;
         if received.is_ok() {
@@ -74,8 +70,7 @@ impl PrefillLeg {
         if let Some(tokens) = response.cached_tokens {
             placement.delivered_cached_tokens(tokens);
         }
-        let logprobs = wants_logprobs.then(|| Arc::new(response.prompt_logprobs()));
-        values.send_replace(Some(LegValues { cached_tokens: response.cached_tokens, logprobs }));
+        tokens.send_replace(Some(response.cached_tokens));
         placement.outcome(Outcome::Ok);
         sent.completed();
         Ok(((placement, sent), response))

@@ -1,43 +1,38 @@
-//! Response body that is rewritten as it passes: values of the prefill leg, and the model name that the client requested.
+//! Response body that is rewritten as it passes: cached tokens, and the model name that the client requested.
 //!
-//! A decode engine counts transferred blocks as cached or not at all. Clients receive the cached tokens of the prefill rank,
-//! and the probabilities of the prompt's tokens, which only that rank computes.
+//! A decode engine counts transferred blocks as cached or not at all. Clients receive the cached tokens of the prefill rank.
 
 use axum::body::{Body, Bytes};
 use futures_util::stream::unfold;
 use http_body::Frame;
 use http_body_util::{BodyExt as _, StreamBody};
 
-use super::prefill_report::Corrections;
 use crate::formats::handover::CachedTokensRewriter;
 use crate::formats::openai::AnsweredModel;
-use crate::pools::disaggregation::PrefillValues;
+use crate::pools::disaggregation::PrefillTokens;
 
 /// A body with its changes. Their lengths differ from the originals, so that its length is unknown.
 struct Rewritten<B> {
     body: B,
-    corrected: Option<(CachedTokensRewriter, PrefillValues)>,
+    corrected: Option<(CachedTokensRewriter, PrefillTokens)>,
     model: Option<AnsweredModel>,
     has_ended: bool,
 }
 
-/// Without corrections and a name, the body passes.
+/// Without tokens and a name, the body passes.
 pub(super) fn rewritten<B>(
     body: B,
     is_events: bool,
-    corrections: Option<&Corrections>,
+    tokens: Option<&PrefillTokens>,
     model: Option<AnsweredModel>,
 ) -> Body
 where
     B: http_body::Body<Data = Bytes, Error: Into<axum::BoxError>> + Send + Unpin + 'static,
 {
-    if corrections.is_none() && model.is_none() {
+    if tokens.is_none() && model.is_none() {
         return Body::new(body);
     }
-    let corrected = corrections.map(|Corrections { values, adds_logprobs }| {
-        let rewriter = CachedTokensRewriter::new(is_events);
-        (if *adds_logprobs { rewriter.adding_logprobs() } else { rewriter }, values.clone())
-    });
+    let corrected = tokens.map(|tokens| (CachedTokensRewriter::new(is_events), tokens.clone()));
     let rewritten = Box::new(Rewritten { body, corrected, model, has_ended: false });
     let next = |mut rewritten: Box<Rewritten<B>>| async move { Some((rewritten.next().await?, rewritten)) };
     Body::new(StreamBody::new(unfold(rewritten, next)))
@@ -57,7 +52,7 @@ impl<B: http_body::Body<Data = Bytes> + Unpin> Rewritten<B> {
             };
             self.has_ended = data.is_none();
             let mut bytes = match &mut self.corrected {
-                Some((rewriter, values)) => corrected(rewriter, values, data).await,
+                Some((rewriter, tokens)) => corrected(rewriter, tokens, data).await,
                 None => data.unwrap_or_default(),
             };
             if let Some(model) = &mut self.model {
@@ -75,16 +70,13 @@ impl<B: http_body::Body<Data = Bytes> + Unpin> Rewritten<B> {
 }
 
 /// The bytes for a frame, or for the end of the body. A frame with usage, and the end, wait for the end of the prefill leg.
-async fn corrected(rewriter: &mut CachedTokensRewriter, values: &PrefillValues, data: Option<Bytes>) -> Bytes {
+async fn corrected(rewriter: &mut CachedTokensRewriter, tokens: &PrefillTokens, data: Option<Bytes>) -> Bytes {
     let needs_prefill = data.as_ref().is_none_or(|data| rewriter.needs_prefill(data));
-    if needs_prefill && !values.are_known() {
-        values.clone().settled().await;
-    }
-    if let Some(prompt) = values.logprobs() {
-        rewriter.set_prompt_logprobs(prompt);
+    if needs_prefill && !tokens.are_known() {
+        tokens.clone().settled().await;
     }
     match data {
-        Some(data) => rewriter.push(data, values.cached_tokens()),
-        None => rewriter.finish(values.cached_tokens()),
+        Some(data) => rewriter.push(data, tokens.cached_tokens()),
+        None => rewriter.finish(tokens.cached_tokens()),
     }
 }

@@ -24,13 +24,13 @@ use super::failure::{Ending, Failure};
 use super::leg::Leg;
 use super::outbound::{Attempt, AttemptError, Outbound, Outgoing, Started};
 use super::prefill_leg::{Booked, LegError, PrefillEnd, PrefillLeg};
-use super::prefill_report::{Corrections, PrefillReport};
+use super::prefill_report::PrefillReport;
 use super::refusal::Refusal;
 use super::reports::{Reports, siblings};
 use crate::formats::handover::{LegBodies, NotSplit, Protocol, Transfer};
 use crate::formats::openai::{ApiError, Endpoint};
 use crate::net::upstream::UpstreamError;
-use crate::pools::disaggregation::{PrefillResult, PrefillValues};
+use crate::pools::disaggregation::{PrefillResult, PrefillTokens};
 use crate::pools::model::PrefillSide;
 use crate::pools::readiness::causes::placement_error;
 
@@ -209,18 +209,16 @@ impl<'a> Split<'a> {
         let outgoing = self.outgoing(bodies.prefill(&transfer), &request_id);
         let mut prefill_request = outbound.request_to(model, prefill, outgoing)?;
         decode.account.trace.inject(prefill_request.headers_mut());
-        let (within, (leg_values, values)) = (outbound.response_time_max(), PrefillValues::of_leg());
+        let (within, (leg_tokens, tokens)) = (outbound.response_time_max(), PrefillTokens::of_leg());
         let leg = PrefillLeg {
             upstream: upstream.clone(),
             request: prefill_request,
             protocol: pool.protocol(),
             limit: TimeLimit::new(within, within, (model, prefill.rank())),
-            values: leg_values,
-            wants_logprobs: bodies.wants_prompt_logprobs(),
+            tokens: leg_tokens,
             abort: outbound.abort_of(model, prefill, bodies.abort_ids(&transfer)),
         };
-        let corrections = Corrections { values, adds_logprobs: false };
-        Ok((leg, Legs { bodies, transfer, request_id, corrections }))
+        Ok((leg, Legs { bodies, transfer, request_id, tokens }))
     }
 
     /// Books a prefill rank other than the excluded ones.
@@ -257,12 +255,12 @@ impl<'a> Split<'a> {
     async fn in_turn(
         &self,
         decode: &mut Attempt<'_>,
-        Legs { bodies, transfer, request_id, corrections }: &Legs<'_>,
+        Legs { bodies, transfer, request_id, tokens }: &Legs<'_>,
         leg: impl Future<Output = PrefillEnd>,
     ) -> Result<Started, SplitError> {
         let (booked, response) = leg.await.map_err(SplitError::Prefill)?;
-        let (corrections, outbound) = (corrections.clone(), decode.outbound);
-        let report = |result| Some(PrefillReport { corrections, ..PrefillReport::new(result) });
+        let (tokens, outbound) = (tokens.clone(), decode.outbound);
+        let report = |result| Some(PrefillReport { tokens, ..PrefillReport::new(result) });
         if response.is_complete() {
             let is_stream = outbound.kind == AnswerKind::Events;
             let body = response.complete_response(outbound.endpoint, is_stream, self.include_usage);
@@ -282,7 +280,7 @@ impl<'a> Split<'a> {
     async fn at_once(
         &self,
         decode: &mut Attempt<'_>,
-        Legs { bodies, transfer, request_id, corrections }: &Legs<'_>,
+        Legs { bodies, transfer, request_id, tokens }: &Legs<'_>,
         leg: impl Future<Output = PrefillEnd> + Send + 'static,
     ) -> Result<Started, SplitError> {
         let (pool, outbound) = (&self.side.pool, decode.outbound);
@@ -321,8 +319,8 @@ impl<'a> Split<'a> {
             return Err(SplitError::Stale);
         }
         let checked = checked.map_err(SplitError::Decode)?;
-        let corrections = Corrections { adds_logprobs: bodies.wants_prompt_logprobs(), ..corrections.clone() };
-        let prefill = Some(PrefillReport { result: PrefillResult::Remote, corrections, _leg, decode_abort });
+        let tokens = tokens.clone();
+        let prefill = Some(PrefillReport { result: PrefillResult::Remote, tokens, _leg, decode_abort });
         Ok(Started { checked, prefill, served_by: None })
     }
 
@@ -366,7 +364,7 @@ struct Legs<'a> {
     bodies: &'a LegBodies,
     transfer: Transfer,
     request_id: String,
-    corrections: Corrections,
+    tokens: PrefillTokens,
 }
 
 /// A response that is complete already.

@@ -1,4 +1,4 @@
-//! Legs of SGLang that end early, and probabilities of the prompt's tokens.
+//! Legs of SGLang that end early.
 
 use pointsman::{Prompt, RouteRequest};
 use pointsman_gateway::app::Gateway;
@@ -88,30 +88,5 @@ async fn complete_requests_are_not_aborted() {
         let (of_prefill, of_decode) = (ids(&prefill), ids(&decode));
         assert_eq!(of_prefill.0, of_decode.0, "both legs have one id");
         assert!(of_prefill.1.is_empty() && of_decode.1.is_empty(), "{of_prefill:?} {of_decode:?}");
-    }
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn probabilities_of_the_prompt_are_those_of_the_prefill_leg() {
-    let choice = |tokens: &str, probabilities: &str| {
-        format!(
-            r#"{{"choices":[{{"index":0,"text":"ab","logprobs":{{"tokens":[{tokens}],"token_logprobs":[{probabilities}]}}}}]}}"#
-        )
-    };
-    let (whole, output) = (choice(r#""a","b""#, "null,-0.5"), choice(r#""b""#, "-0.5"));
-    let (whole_2, output_2) = (choice(r#""a","b","c""#, "null,-0.5,-1"), choice(r#""b","c""#, "-0.5,-1"));
-    let events = |json: &str| format!("data: {json}\n\ndata: [DONE]\n\n");
-    for (is_stream, prefill, decode, expected) in [
-        (false, whole.clone(), output_2.clone(), whole_2.clone()),
-        (true, events(&whole), events(&output), events(&whole)),
-    ] {
-        let (of_prefill, of_decode) = (answer("200 OK", &prefill), answer("200 OK", &decode));
-        let (gateway, _prefill, _decode) = engines(first(of_prefill), first(of_decode)).await;
-        let mut request = body(&prompt(604, 4), 2, is_stream);
-        (request["echo"], request["logprobs"]) = (true.into(), 1.into());
-        let answer = post(&gateway, "/v1/completions", &request).await;
-        assert_eq!((answer.status, answer.header("x-pointsman-prefill")), (200, Some("remote")), "{}", answer.text());
-        assert_eq!(answer.text(), expected);
-        at_rest(&gateway).await;
     }
 }

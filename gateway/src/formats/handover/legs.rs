@@ -155,13 +155,6 @@ impl LegBodies {
         edit.finish().into()
     }
 
-    /// Whether the response has probabilities of the prompt's tokens, which only the prefill leg computes (SGLang).
-    pub fn wants_prompt_logprobs(&self) -> bool {
-        let object = self.object();
-        let is_set = |name| object.json(name).is_some_and(|json| json != "false");
-        self.protocol == Protocol::Sglang && is_set("echo") && is_set("logprobs")
-    }
-
     /// Ids with which both engines can abort the request (SGLang). Empty if the client has chosen an id: SGLang aborts
     /// every request whose id begins with the given one. SGLang appends the number of the prompt to the id of a batch.
     pub fn abort_ids(&self, leg: &Transfer) -> Vec<String> {

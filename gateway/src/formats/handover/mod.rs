@@ -2,8 +2,7 @@
 //!
 //! A handed-over request has two legs. The prefill leg computes the KV cache of the prompt, and the decode leg loads
 //! that cache and generates the response. [`LegBodies`] derives both bodies from the client's body, [`PrefillResponse`]
-//! parses the response of the prefill leg, [`PromptLogprobs`] has its probabilities, and [`CachedTokensRewriter`] corrects
-//! the response of the decode leg.
+//! parses the response of the prefill leg, and [`CachedTokensRewriter`] corrects the response of the decode leg.
 //!
 //! Values pass byte for byte, because parameters of a transfer are opaque and differ between engine versions. The module
 //! performs no I/O; the caller sends the legs, selects the ranks and chooses the identifiers.
@@ -16,7 +15,6 @@ use serde::{Deserialize, Serialize};
 mod completed;
 mod ids;
 mod legs;
-mod logprobs;
 pub(crate) mod object;
 mod refusal;
 mod response;
@@ -24,7 +22,6 @@ mod usage;
 
 pub use ids::{bootstrap_room, p2p_request_id};
 pub use legs::{LegBodies, Transfer};
-pub use logprobs::PromptLogprobs;
 pub use refusal::NotSplit;
 pub use response::PrefillResponse;
 pub use usage::CachedTokensRewriter;

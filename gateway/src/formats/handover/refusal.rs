@@ -22,8 +22,8 @@ pub enum NotSplit {
     /// `n` or `best_of` is not 1. A transfer has the state of one choice, except with SGLang for a single prompt.
     #[error("n and best_of must be 1")]
     Choices,
-    /// `echo` is set. Only the rank that computes the prompt has its probabilities. SGLang's are merged into the response.
-    #[error("echo must be false")]
+    /// `echo` is set. Only the rank that computes the prompt has its probabilities. SGLang's decode engine has the text.
+    #[error("echo must be false, or with sglang without logprobs")]
     Echo,
     /// `prompt_logprobs` is set. Only the rank that computes the prompt has its probabilities.
     #[error("prompt_logprobs must be absent")]
@@ -69,7 +69,7 @@ pub(super) fn check(endpoint: Endpoint, protocol: Protocol, body: &ObjectText<'_
     if (is_several("n") || is_several("best_of")) && !is_numbered {
         return Err(NotSplit::Choices);
     }
-    if is_set("echo") && protocol != Protocol::Sglang {
+    if is_set("echo") && (protocol != Protocol::Sglang || is_set("logprobs")) {
         return Err(NotSplit::Echo);
     }
     // 0 requests the probability of the prompt's own tokens.

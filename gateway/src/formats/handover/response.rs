@@ -5,7 +5,7 @@ use pointsman::{AnswerKind, AnswerReader};
 use serde::Deserialize;
 
 use super::object::{ObjectError, ObjectText, elements};
-use super::{PromptLogprobs, Protocol, completed};
+use super::{Protocol, completed};
 use crate::formats::openai::Endpoint;
 
 /// Maximum number of characters of a value in an error.
@@ -115,11 +115,6 @@ impl PrefillResponse {
     pub fn complete_response(&self, endpoint: Endpoint, is_stream: bool, include_usage: bool) -> Bytes {
         let text = std::str::from_utf8(&self.body).expect("the body is UTF-8, because it was parsed");
         if is_stream { completed::stream(text, endpoint, include_usage) } else { completed::response(text) }.into()
-    }
-
-    /// Probabilities of the prompt's tokens, for a request that [wants them](super::LegBodies::wants_prompt_logprobs).
-    pub fn prompt_logprobs(&self) -> PromptLogprobs {
-        std::str::from_utf8(&self.body).map(PromptLogprobs::read).unwrap_or_default()
     }
 }
 

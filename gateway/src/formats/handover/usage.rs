@@ -1,13 +1,10 @@
-//! Changes of the response of the decode leg: cached prompt tokens, and probabilities of the prompt's tokens.
+//! Change of the response of the decode leg: cached prompt tokens.
 //!
 //! The decode rank counts transferred blocks as cached or as computed, depending on the engine. The number of the
 //! prefill rank is the number of the request.
 
-use std::sync::Arc;
-
 use axum::body::Bytes;
 
-use super::PromptLogprobs;
 use super::object::ObjectText;
 use crate::formats::events::{END_BYTES_MAX, IncompleteEvent, data, first_event_end, with_data};
 use crate::formats::json::with_changed_parts;
@@ -41,35 +38,12 @@ pub struct CachedTokensRewriter {
     pending: IncompleteEvent,
     /// Whether the rest of the event or body passes unchanged.
     is_too_long: bool,
-    /// Probabilities of the prompt's tokens, if they are wanted.
-    logprobs: Option<Logprobs>,
-}
-
-/// Probabilities to add.
-#[derive(Debug, Default)]
-struct Logprobs {
-    /// Absent until the prefill leg has ended.
-    prompt: Option<Arc<PromptLogprobs>>,
-    /// Indices of the choices that have passed with probabilities.
-    done: Vec<String>,
 }
 
 impl CachedTokensRewriter {
     /// A rewriter for an event stream or for a JSON body.
     pub fn new(is_events: bool) -> Self {
         Self { is_events, bytes_max: BUFFERED_BYTES_MAX, ..Self::default() }
-    }
-
-    /// The same, which also adds the probabilities of the prompt's tokens to the first `logprobs` of each choice.
-    pub fn adding_logprobs(self) -> Self {
-        Self { logprobs: Some(Logprobs::default()), ..self }
-    }
-
-    /// Sets the probabilities of the prompt's tokens, once the prefill leg has ended.
-    pub fn set_prompt_logprobs(&mut self, prompt: Arc<PromptLogprobs>) {
-        if let Some(logprobs) = &mut self.logprobs {
-            logprobs.prompt = Some(prompt);
-        }
     }
 
     #[cfg(test)]
@@ -96,17 +70,13 @@ impl CachedTokensRewriter {
         joined(joined(passing, events), self.excess())
     }
 
-    /// Whether [`push`](Self::push) of this frame completes an event that may have usage or probabilities, so that it
-    /// needs the values of the prefill leg.
+    /// Whether [`push`](Self::push) of this frame completes an event that may have usage, so that it needs the
+    /// value of the prefill leg.
     pub fn needs_prefill(&self, frame: &[u8]) -> bool {
-        let has_values = |bytes: &[u8]| {
-            let adds_logprobs = self.logprobs.as_ref().is_some_and(|logprobs| logprobs.prompt.is_none());
-            contains_object(bytes, USAGE) || (adds_logprobs && contains_object(bytes, LOGPROBS))
-        };
         self.is_events
             && match self.pending.0.is_empty() {
-                true => has_values(frame),
-                false => self.pending.ends_with(frame) && has_values(&[&self.pending.0, frame].concat()),
+                true => contains_usage(frame),
+                false => self.pending.ends_with(frame) && contains_usage(&[&self.pending.0, frame].concat()),
             }
     }
 
@@ -117,8 +87,8 @@ impl CachedTokensRewriter {
             return pending.into();
         }
         let rewritten = match self.is_events {
-            true => self.rewritten_event(&pending, cached_tokens),
-            false => self.rewritten_json(&pending, cached_tokens),
+            true => rewritten_event(&pending, cached_tokens),
+            false => cached_tokens.and_then(|tokens| with_cached_tokens(&pending, tokens)),
         };
         rewritten.unwrap_or(pending).into()
     }
@@ -135,38 +105,22 @@ impl CachedTokensRewriter {
     }
 
     /// Rewrites whole events; `None` if none of them changes.
-    fn rewrite_events(&mut self, events: &[u8], cached_tokens: Option<u32>) -> Option<Vec<u8>> {
-        let has_usage = cached_tokens.is_some() && contains_object(events, USAGE);
-        let has_logprobs = self.logprobs.is_some() && contains_object(events, LOGPROBS);
-        if !(has_usage || has_logprobs) {
+    fn rewrite_events(&self, events: &[u8], cached_tokens: Option<u32>) -> Option<Vec<u8>> {
+        if cached_tokens.is_none() || !contains_usage(events) {
             return None;
         }
         with_changed_parts(events, first_event_end, |event| match event.len() <= self.bytes_max {
-            true => self.rewritten_event(event, cached_tokens),
+            true => rewritten_event(event, cached_tokens),
             false => None,
         })
     }
-
-    /// Rewrites the data of an event; `None` if it does not change.
-    fn rewritten_event(&mut self, event: &[u8], tokens: Option<u32>) -> Option<Vec<u8>> {
-        let event = str::from_utf8(event).ok()?;
-        let json = self.rewritten_json(data(event)?.as_bytes(), tokens)?;
-        Some(with_data(event, str::from_utf8(&json).ok()?).into_bytes())
-    }
-
-    /// Rewrites a JSON response or event; `None` if it does not change.
-    fn rewritten_json(&mut self, json: &[u8], tokens: Option<u32>) -> Option<Vec<u8>> {
-        let merged = self.logprobs.as_mut().and_then(|logprobs| logprobs.added(json));
-        let usage = tokens.and_then(|tokens| with_cached_tokens(merged.as_deref().unwrap_or(json), tokens));
-        usage.or(merged)
-    }
 }
 
-impl Logprobs {
-    fn added(&mut self, json: &[u8]) -> Option<Vec<u8>> {
-        let prompt = self.prompt.as_ref().filter(|prompt| !prompt.is_empty() && contains_object(json, LOGPROBS))?;
-        prompt.merged(std::str::from_utf8(json).ok()?, &mut self.done).map(String::into_bytes)
-    }
+/// Rewrites the data of an event; `None` if it does not change.
+fn rewritten_event(event: &[u8], tokens: Option<u32>) -> Option<Vec<u8>> {
+    let event = str::from_utf8(event).ok()?;
+    let json = with_cached_tokens(data(event)?.as_bytes(), tokens?)?;
+    Some(with_data(event, str::from_utf8(&json).ok()?).into_bytes())
 }
 
 fn joined(first: Bytes, second: Bytes) -> Bytes {
@@ -179,7 +133,7 @@ fn joined(first: Bytes, second: Bytes) -> Bytes {
 
 /// Sets the cached tokens in the usage of a JSON response or event; `None` without usage.
 fn with_cached_tokens(json: &[u8], tokens: u32) -> Option<Vec<u8>> {
-    if !contains_object(json, USAGE) {
+    if !contains_usage(json) {
         return None;
     }
     let object = ObjectText::parse(std::str::from_utf8(json).ok()?, &["usage", "response"]).ok()?;
@@ -215,17 +169,16 @@ fn rewritten_usage(usage: &str, tokens: u32) -> Option<String> {
 }
 
 const USAGE: &[u8] = b"\"usage\"";
-const LOGPROBS: &[u8] = b"\"logprobs\"";
 
-/// Whether the bytes contain this field with an object. Quotes inside JSON strings are escaped, so that text content
+/// Whether the bytes contain `usage` with an object. Quotes inside JSON strings are escaped, so that text content
 /// does not match. Several lines of data may lie between.
-fn contains_object(mut bytes: &[u8], field: &[u8]) -> bool {
+fn contains_usage(mut bytes: &[u8]) -> bool {
     fn value(bytes: &[u8]) -> &[u8] {
         let bytes = bytes.trim_ascii_start();
         bytes.strip_prefix(b"data:").map_or(bytes, value)
     }
-    while let Some(at) = bytes.windows(field.len()).position(|window| window == field) {
-        bytes = &bytes[at + field.len()..];
+    while let Some(at) = bytes.windows(USAGE.len()).position(|window| window == USAGE) {
+        bytes = &bytes[at + USAGE.len()..];
         if value(bytes).strip_prefix(b":").is_some_and(|bytes| value(bytes).starts_with(b"{")) {
             return true;
         }

@@ -7,7 +7,6 @@ mod engine_ids;
 mod prefill_results;
 
 use std::collections::BTreeSet;
-use std::sync::Arc;
 use std::time::Duration;
 
 use pointsman::config::ConfigErrors;
@@ -20,7 +19,7 @@ use tokio::time::timeout;
 use self::engine_ids::EngineIds;
 use self::prefill_results::LegCounts;
 pub(crate) use self::prefill_results::{METRICS, PrefillResult};
-use crate::formats::handover::{PromptLogprobs, Protocol, Transfer, bootstrap_room, p2p_request_id};
+use crate::formats::handover::{Protocol, Transfer, bootstrap_room, p2p_request_id};
 use crate::net::upstream::{Upstream, UpstreamError};
 use crate::settings::DisaggregationSettings;
 
@@ -35,39 +34,30 @@ pub(crate) struct PrefillPool {
 /// Longest wait for the end of a prefill leg after its decode leg has usage to report.
 const LEG_WAIT: Duration = Duration::from_secs(1);
 
-/// Values of a prefill leg for the response of the decode leg.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct LegValues {
-    /// Cached prompt tokens, if the engine reports them.
-    pub(crate) cached_tokens: Option<u32>,
-    /// Probabilities of the prompt's tokens, if the request wants them.
-    pub(crate) logprobs: Option<Arc<PromptLogprobs>>,
-}
+/// Cached prompt tokens of a prefill leg, for the response of the decode leg. The outer option is set at the end of the
+/// leg, the inner one if the engine reports them.
+pub(crate) type LegTokens = watch::Sender<Option<Option<u32>>>;
 
-/// Values of a prefill leg, once it has ended.
+/// Receiver of [`LegTokens`].
 #[derive(Clone, Debug)]
-pub(crate) struct PrefillValues(watch::Receiver<Option<LegValues>>);
+pub(crate) struct PrefillTokens(watch::Receiver<Option<Option<u32>>>);
 
 /// Of a request without a prefill leg.
-impl Default for PrefillValues {
+impl Default for PrefillTokens {
     fn default() -> Self {
         Self::of_leg().1
     }
 }
 
-impl PrefillValues {
-    /// The values, and their sender for the leg.
-    pub(crate) fn of_leg() -> (watch::Sender<Option<LegValues>>, Self) {
+impl PrefillTokens {
+    /// The tokens, and their sender for the leg.
+    pub(crate) fn of_leg() -> (LegTokens, Self) {
         let (sender, receiver) = watch::channel(None);
         (sender, Self(receiver))
     }
 
     pub(crate) fn cached_tokens(&self) -> Option<u32> {
-        self.0.borrow().as_ref().and_then(|values| values.cached_tokens)
-    }
-
-    pub(crate) fn logprobs(&self) -> Option<Arc<PromptLogprobs>> {
-        self.0.borrow().as_ref().and_then(|values| values.logprobs.clone())
+        self.0.borrow().flatten()
     }
 
     /// Whether the leg has ended with a response.

@@ -141,21 +141,6 @@ fn sglang_legs_are_aborted_by_ids_that_the_gateway_has_chosen() {
 }
 
 #[test]
-fn only_echoes_with_probabilities_need_those_of_the_prompt() {
-    for (body, expected) in [
-        (r#"{"prompt":"x","echo":true,"logprobs":1}"#, true),
-        (r#"{"prompt":"x","echo":true,"logprobs":0}"#, true),
-        (r#"{"prompt":"x","echo":true}"#, false),
-        (r#"{"prompt":"x","echo":true,"logprobs":null}"#, false),
-        (r#"{"prompt":"x","echo":false,"logprobs":1}"#, false),
-        (r#"{"prompt":"x","logprobs":1}"#, false),
-    ] {
-        let legs = parse(Endpoint::Completions, Protocol::Sglang, body).unwrap();
-        assert_eq!(legs.wants_prompt_logprobs(), expected, "{body}");
-    }
-}
-
-#[test]
 fn requests_that_need_one_rank_are_not_split() {
     let (chat, completions, responses) = (Endpoint::Chat, Endpoint::Completions, Endpoint::Responses);
     let several_choices = [
@@ -193,6 +178,8 @@ fn requests_that_need_one_rank_are_not_split() {
         }
         let expected = (!is_sglang).then_some(NotSplit::Echo);
         assert_eq!(parse(completions, protocol, r#"{"prompt":"x","echo":true}"#).err(), expected, "{protocol}");
+        let probabilities = parse(completions, protocol, r#"{"prompt":"x","echo":true,"logprobs":0}"#);
+        assert_eq!(probabilities.err(), Some(NotSplit::Echo), "{protocol}");
         let long = format!(r#"{{"prompt":[{}"x"]}}"#, r#""x","#.repeat(4096));
         assert_eq!(parse(completions, protocol, &long).err(), Some(NotSplit::Batch), "{protocol}");
         let expected = (protocol != Protocol::VllmNixl).then_some(NotSplit::Endpoint);

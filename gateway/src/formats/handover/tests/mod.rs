@@ -1,7 +1,6 @@
 //! Byte-exact bodies of each protocol, properties, and splits of responses into frames.
 
 mod legs;
-mod logprobs;
 mod properties;
 mod response;
 mod usage;
