@@ -3,10 +3,10 @@
 //! All subcommands select workloads by the same arguments. [`workload`](pointsman_trial::workload) defines formats,
 //! generators and their errors.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use clap::Args;
-use pointsman_trial::workload::generate::{Conversations, Generator};
+use pointsman_trial::workload::generate::{Chat, Generator};
 use pointsman_trial::workload::trace::read;
 use pointsman_trial::workload::{Prompt, Workload, WorkloadError};
 
@@ -21,7 +21,7 @@ pub struct Source {
     pub trace: Option<PathBuf>,
     /// Workload to generate: a name, or name:setting=value,setting=value [default: chat]
     ///
-    /// chat, low, shared-prefix, agents, programs, siblings, burst, peer-first, conversations, documents, unique and mix.
+    /// chat, low, shared-prefix, agents, programs, siblings, burst, peer-first, documents, unique and mix.
     /// `--workload chat:rate=2,turns=3-8` changes two settings. Open-loop workloads accept peak, peak_share and period_s
     /// too, for a rate that varies. The error message for an unknown setting lists the valid ones.
     #[arg(long, value_name = "NAME[:SETTINGS]")]
@@ -61,16 +61,15 @@ impl Source {
     }
 }
 
-/// Prompts for closed loops: from a trace, or from [`Conversations`].
+/// Prompts for closed loops: from a trace, or from [`Chat`].
 ///
 /// # Errors
 /// The trace cannot be read.
-pub(crate) fn prompts(trace: Option<&Path>, limit: Option<u32>, seed: u64) -> Result<Vec<Prompt>, WorkloadError> {
-    let workload = match trace {
-        Some(path) => read(path, limit.map(|limit| limit as usize))?,
-        None => Conversations { requests: limit.unwrap_or(GENERATED), ..Conversations::default() }.generate(seed),
-    };
-    Ok(workload.prompts())
+pub(crate) fn prompts(trace: Option<PathBuf>, limit: Option<u32>, seed: u64) -> Result<Vec<Prompt>, WorkloadError> {
+    let sessions = limit.unwrap_or(GENERATED);
+    let limit = limit.or(trace.is_none().then_some(sessions));
+    let workload = Some(Generator::Chat(Chat { sessions, ..Chat::default() }));
+    Ok(Source { trace, workload, limit, speedup: 1.0 }.load(seed)?.prompts())
 }
 
 #[cfg(test)]

@@ -173,7 +173,7 @@ impl Common {
     /// # Errors
     /// The trace cannot be read.
     pub fn prompts(&self) -> Result<Vec<Prompt>, Failed> {
-        Ok(source::prompts(self.trace.as_deref(), self.limit, self.seed)?)
+        Ok(source::prompts(self.trace.clone(), self.limit, self.seed)?)
     }
 }
 

@@ -10,7 +10,7 @@ use crate::fleet::Fleet;
 use crate::progress::Progress;
 use crate::replay::state::Workload;
 use crate::targets::Routed;
-use pointsman_trial::workload::generate::Conversations;
+use pointsman_trial::workload::generate::Chat;
 
 const FLEET: Fleet = Fleet { workers: 2, dp_size: 2 };
 const KV_BLOCKS: usize = 400;
@@ -115,8 +115,9 @@ pub(crate) fn on_two_threads(
     target: Strict,
     run: impl AsyncFnOnce(LoopState<Strict>) -> Result<Figures, Failed>,
 ) -> Result<Figures, Failed> {
-    let conversations = Conversations { requests: 400, ..Conversations::default() }.generate(1);
-    let workload = Workload::prepare::<Strict>(conversations.prompts(), BLOCK_SIZE, 1);
+    let mut chats = Chat { sessions: 400, ..Chat::default() }.generate(1);
+    chats.requests.truncate(400);
+    let workload = Workload::prepare::<Strict>(chats.prompts(), BLOCK_SIZE, 1);
     let state = LoopState::new(target, workload, FLEET, KV_BLOCKS, Progress::new(0, "requests"));
     crate::runtime(2)?.block_on(run(state))
 }

@@ -11,7 +11,6 @@
 mod agents;
 mod burst;
 mod chat;
-mod conversations;
 mod documents;
 mod mix;
 mod peer_first;
@@ -32,7 +31,6 @@ use serde_json::{Map, Value};
 pub use agents::Agents;
 pub use burst::Burst;
 pub use chat::Chat;
-pub use conversations::Conversations;
 pub use documents::Documents;
 pub use mix::Mix;
 pub use peer_first::PeerFirst;
@@ -57,7 +55,6 @@ macro_rules! each {
             Generator::Siblings($settings) => $result,
             Generator::Burst($settings) => $result,
             Generator::PeerFirst($settings) => $result,
-            Generator::Conversations($settings) => $result,
             Generator::Documents($settings) => $result,
             Generator::Unique($settings) => $result,
             Generator::Mix($settings) => $result,
@@ -99,8 +96,6 @@ pub enum Generator {
     Burst(Burst),
     /// Closed loop of Dynamo's first router benchmark.
     PeerFirst(PeerFirst),
-    /// Workload of the closed loop of `replay`.
-    Conversations(Conversations),
     /// Questions about long documents.
     Documents(Documents),
     /// Prompts without a common prefix.
@@ -114,7 +109,7 @@ pub enum Generator {
 impl Generator {
     /// All generators with their names on the command line, with default settings and a constant rate.
     #[must_use]
-    pub fn all() -> [(&'static str, Self); 12] {
+    pub fn all() -> [(&'static str, Self); 11] {
         [
             ("chat", Self::Chat(Chat::default())),
             ("low", Self::Low(Chat::low())),
@@ -124,7 +119,6 @@ impl Generator {
             ("siblings", Self::Siblings(Siblings::default())),
             ("burst", Self::Burst(Burst::default())),
             ("peer-first", Self::PeerFirst(PeerFirst::default())),
-            ("conversations", Self::Conversations(Conversations::default())),
             ("documents", Self::Documents(Documents::default())),
             ("unique", Self::Unique(Unique::default())),
             ("mix", Self::Mix(Mix::default())),
