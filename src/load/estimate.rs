@@ -81,9 +81,6 @@ impl LearnedRate {
     /// Weight of the prior in samples.
     pub const PRIOR_SAMPLES: u32 = 4;
 
-    /// Number of samples after which earlier ones have half their weight.
-    pub const HALF_LIFE_SAMPLES: u32 = 16;
-
     /// Minimum tokens per second.
     pub const MIN: f64 = 100.0;
 

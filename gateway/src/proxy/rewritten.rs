@@ -71,8 +71,7 @@ impl<B: http_body::Body<Data = Bytes> + Unpin> Rewritten<B> {
 
 /// The bytes for a frame, or for the end of the body. A frame with usage, and the end, wait for the end of the prefill leg.
 async fn corrected(rewriter: &mut CachedTokensRewriter, tokens: &PrefillTokens, data: Option<Bytes>) -> Bytes {
-    let needs_prefill = data.as_ref().is_none_or(|data| rewriter.needs_prefill(data));
-    if needs_prefill && !tokens.are_known() {
+    if data.as_ref().is_none_or(|data| rewriter.needs_prefill(data)) {
         tokens.clone().settled().await;
     }
     match data {

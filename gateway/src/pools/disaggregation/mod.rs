@@ -60,12 +60,7 @@ impl PrefillTokens {
         self.0.borrow().flatten()
     }
 
-    /// Whether the leg has ended with a response.
-    pub(crate) fn are_known(&self) -> bool {
-        self.0.borrow().is_some()
-    }
-
-    /// Returns when the leg has ended, or after a second.
+    /// Returns when the leg has ended with a response, or after a second.
     pub(crate) async fn settled(mut self) {
         let _ = timeout(LEG_WAIT, self.0.wait_for(Option::is_some)).await;
     }
