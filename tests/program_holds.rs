@@ -82,6 +82,7 @@ fn returning_calls_pass_and_small_ones_do_not_wait_for_larger_ones() {
     end(&mut fleet, 0, false);
     fleet.request(3, &SampleRequest { cached: vec![(0, 60)], ..call(3, 80) });
     assert_eq!(fleet.booked(), [0, 2, 3], "three quarters are cached");
+    assert_eq!(fleet.schedule.claims().next().map(|(_, ratio)| ratio), Some(1.7), "idle programs keep their claims");
     let mut fleet = self::fleet(1, Some(100));
     fleet.request(0, &call(0, 60));
     end(&mut fleet, 0, false);

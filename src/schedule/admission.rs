@@ -237,8 +237,8 @@ impl<T> Schedule<T> {
         }
         self.renew_session(&mut pending);
         self.credit_session(&mut pending, loads);
-        let class = match self.class_of(&pending) {
-            Ok((class, _)) => class,
+        let (class, cached_tokens) = match self.class_of(&pending) {
+            Ok(class) => class,
             Err(unknown) => {
                 let reason = Rejection::UnknownClass(unknown);
                 effects.push_back(Effect::Reject { context: pending.request.context, reason });
@@ -249,7 +249,7 @@ impl<T> Schedule<T> {
         if !pending.asks_for_place() {
             return Some(pending); // an explanation shows that the request would wait
         }
-        pending.full = self.full_ranks(&pending, class);
+        pending.full = self.program_holds.full_ranks(&self.pool, &pending, class, cached_tokens);
         self.active.settings.rules.evaluate(&self.pool.ranks, pending.eligibility_inputs(), &mut self.eligibility);
         let open = self.eligibility.count_open();
         if open > 0 && self.program_holds.holds(class) {
@@ -384,8 +384,14 @@ impl<T> Schedule<T> {
             if held > held_max {
                 return false;
             }
-            let full = program_holds.full_ranks(&active.settings, pool, eligibility, pending, class);
-            let inputs = EligibilityInputs { full: &full, ..pending.eligibility_inputs() };
+            let inputs = pending.eligibility_inputs();
+            let cached_tokens = if program_holds.holds(class) {
+                active.settings.best_cached_tokens(&pool.ranks, eligibility, inputs, &pending.request.overlaps)
+            } else {
+                0
+            };
+            let full = program_holds.full_ranks(pool, pending, class, cached_tokens);
+            let inputs = EligibilityInputs { full: &full, ..inputs };
             let open = active.settings.rules.count_open_to(&pool.ranks, inputs, eligibility);
             let gives_way = open > 0 && !program_holds.holds(class) && turn.must_yield(loads, open, head, pool.now);
             yields |= gives_way;
@@ -399,7 +405,10 @@ impl<T> Schedule<T> {
         self.look_again = yields || popped.is_some();
         let (_, mut pending) = popped?;
         self.forget_age(&pending);
-        pending.full = pending.class.map_or_else(Vec::new, |class| self.full_ranks(&pending, class));
+        if let Some(class) = pending.class.filter(|class| self.program_holds.holds(*class)) {
+            let cached_tokens = self.best_cached_tokens(pending.eligibility_inputs(), &pending.request.overlaps);
+            pending.full = self.program_holds.full_ranks(&self.pool, &pending, class, cached_tokens);
+        }
         Some(pending)
     }
 

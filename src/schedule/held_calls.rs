@@ -7,17 +7,12 @@ use super::pending::PendingRequest;
 use super::program_holds::is_cached;
 use crate::load::work_tokens;
 use crate::protocol::{BookingId, Slot, WorkerRank};
-use crate::queue::ClassId;
 use crate::session::PlacedCall;
 
 /// Time for which an idle program keeps its claim, as a multiple of that of the computation of its context.
 const KEEP_FACTOR: f64 = 2.0;
 
 impl<T> Schedule<T> {
-    pub(super) fn full_ranks(&mut self, pending: &PendingRequest<T>, class: ClassId) -> Vec<Slot> {
-        self.program_holds.full_ranks(&self.active.settings, &self.pool, &mut self.eligibility, pending, class)
-    }
-
     /// Whether an arrival may be held.
     pub(super) fn may_hold(&mut self, pending: &PendingRequest<T>) -> bool {
         let has_program = pending.request.options.as_ref().is_some_and(|options| options.session_id.is_some());

@@ -11,9 +11,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use super::eligible::Eligibility;
 use super::pending::PendingRequest;
-use super::settings::Settings;
 use super::state::Pool;
 use super::types::Purpose;
 use crate::config::RouterConfig;
@@ -72,21 +70,16 @@ impl ProgramHolds {
         Some(waits.arrival + hold.min(due.unwrap_or(hold)))
     }
 
-    /// Slots of the ranks without room for a call, in order; none if it passes.
+    /// Slots of the ranks without room for a call with so many cached tokens, in order; none if it passes.
     pub(super) fn full_ranks<T>(
         &self,
-        settings: &Settings,
         pool: &Pool,
-        eligibility: &mut Eligibility,
         pending: &PendingRequest<T>,
         class: ClassId,
+        cached_tokens: u32,
     ) -> Vec<Slot> {
-        if self.hold_end(pending, class).is_none_or(|end| end <= pool.now) {
-            return Vec::new();
-        }
-        let (inputs, overlaps) = (pending.eligibility_inputs(), &pending.request.overlaps);
-        let cached_tokens = settings.best_cached_tokens(&pool.ranks, eligibility, inputs, overlaps);
-        if is_cached(pending.request.prompt_tokens, cached_tokens) {
+        let is_over = self.hold_end(pending, class).is_none_or(|end| end <= pool.now);
+        if is_over || is_cached(pending.request.prompt_tokens, cached_tokens) {
             return Vec::new();
         }
         let prompt = &pending.request.prompt;

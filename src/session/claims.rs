@@ -4,8 +4,8 @@
 //! the time in which the program is worth its memory, unless the caller knows that it does not return. The next call of
 //! the session replaces it. An auxiliary call, with less than half of the blocks, does not.
 //!
-//! Blocks of several claims of a rank count once. The claims of a rank do not exceed its cache by idle programs: the
-//! longest idle one ends first, which is the order in which engines evict.
+//! Blocks of several claims of a rank count once. Claims may exceed the cache of a rank, by calls that were not
+//! held. Until enough of them end, the rank gets no further programs.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -68,8 +68,8 @@ struct Claim {
     slot: Slot,
     blocks: u32,
     prompt_tokens: u32,
-    /// End of the call and of the claim.
-    idle: Option<(Timestamp, Timestamp)>,
+    /// End of the claim of an idle program.
+    end: Option<Timestamp>,
 }
 
 #[derive(Debug)]
@@ -78,8 +78,6 @@ struct RankClaims {
     claimed: ActiveSequences,
     /// Running calls, which the load of the rank contains as well.
     running: ActiveSequences,
-    /// Idle claims by the ends of their calls.
-    idle: BTreeSet<(Timestamp, BookingId)>,
 }
 
 impl Claims {
@@ -95,7 +93,6 @@ impl Claims {
             capacity_blocks,
             claimed: ActiveSequences::new(true),
             running: ActiveSequences::new(true),
-            idle: BTreeSet::new(),
         });
         rank.capacity_blocks = capacity_blocks;
         for claims in [&mut rank.claimed, &mut rank.running] {
@@ -103,14 +100,13 @@ impl Claims {
             debug_assert!(booked.is_ok(), "{booking} has been withdrawn");
         }
         let session = session.clone();
-        self.claims.insert(booking, Claim { session, slot, blocks, prompt_tokens, idle: None });
-        self.limit(slot, now);
+        self.claims.insert(booking, Claim { session, slot, blocks, prompt_tokens, end: None });
     }
 
     /// Slot and prompt tokens of a running call with a claim.
     #[must_use]
     pub fn running(&self, booking: BookingId) -> Option<(Slot, u32)> {
-        let claim = self.claims.get(&booking).filter(|claim| claim.idle.is_none())?;
+        let claim = self.claims.get(&booking).filter(|claim| claim.end.is_none())?;
         Some((claim.slot, claim.prompt_tokens))
     }
 
@@ -127,15 +123,12 @@ impl Claims {
             None => {}
         }
         let Some(claim) = self.claims.get_mut(&booking) else { return };
-        let (slot, until) = (claim.slot, now + keep);
-        claim.idle = Some((now, until));
+        claim.end = Some(now + keep);
         self.idle.insert(claim.session.clone(), booking);
-        self.ends.insert((until, booking));
-        if let Some(rank) = self.ranks.get_mut(&slot) {
+        self.ends.insert((now + keep, booking));
+        if let Some(rank) = self.ranks.get_mut(&claim.slot) {
             rank.running.free(booking, now);
-            rank.idle.insert((now, booking));
         }
-        self.limit(slot, now);
     }
 
     /// Ends claims of idle programs. Returns whether there were any.
@@ -182,35 +175,23 @@ impl Claims {
     /// Claimed blocks of a rank as a multiple of its capacity.
     #[must_use]
     pub fn ratio(&self, slot: Slot) -> f64 {
-        self.ranks.get(&slot).map_or(0.0, |rank| rank.claimed_blocks() / f64::from(rank.capacity_blocks))
+        let ratio = |rank: &RankClaims| f64::from(active_blocks(&rank.claimed)) / f64::from(rank.capacity_blocks);
+        self.ranks.get(&slot).map_or(0.0, ratio)
     }
 
     fn idle_of(&self, session: &SessionId) -> Option<BookingId> {
         self.idle.get(session).copied()
     }
 
-    /// Ends the longest idle claims of a rank beyond its capacity.
-    fn limit(&mut self, slot: Slot, now: Timestamp) {
-        while let Some(rank) = self.ranks.get(&slot)
-            && rank.claimed_blocks() > f64::from(rank.capacity_blocks)
-            && let Some(&(_, booking)) = rank.idle.first()
-        {
-            self.withdraw(booking, now);
-        }
-    }
-
     fn withdraw(&mut self, booking: BookingId, now: Timestamp) {
-        let Some(Claim { session, slot, idle, .. }) = self.claims.remove(&booking) else { return };
-        if let Some((_, until)) = idle {
-            self.ends.remove(&(until, booking));
+        let Some(Claim { session, slot, end, .. }) = self.claims.remove(&booking) else { return };
+        if let Some(end) = end {
+            self.ends.remove(&(end, booking));
             self.idle.remove(&session);
         }
         if let Some(rank) = self.ranks.get_mut(&slot) {
             rank.claimed.free(booking, now);
-            match idle {
-                Some((since, _)) => drop(rank.idle.remove(&(since, booking))),
-                None => drop(rank.running.free(booking, now)),
-            }
+            rank.running.free(booking, now);
         }
     }
 
@@ -219,21 +200,9 @@ impl Claims {
     /// # Panics
     /// If an invariant is violated.
     pub fn check_invariants(&self) {
-        let idle = || self.claims.iter().filter_map(|(booking, claim)| Some((*booking, claim, claim.idle?)));
-        assert_eq!(self.ends, idle().map(|(booking, _, (_, until))| (until, booking)).collect());
+        let ends = self.claims.iter().filter_map(|(booking, claim)| Some((claim.end?, *booking)));
+        assert_eq!(self.ends, ends.collect());
         assert_eq!(self.idle.len(), self.ends.len(), "one idle claim per session");
-        for (slot, rank) in &self.ranks {
-            let of_rank = idle().filter(|(_, claim, _)| claim.slot == *slot);
-            assert_eq!(rank.idle, of_rank.map(|(booking, _, (since, _))| (since, booking)).collect());
-            let fits = rank.claimed_blocks() <= f64::from(rank.capacity_blocks);
-            assert!(fits || rank.idle.is_empty(), "idle claims fit into the cache");
-        }
-    }
-}
-
-impl RankClaims {
-    fn claimed_blocks(&self) -> f64 {
-        f64::from(active_blocks(&self.claimed))
     }
 }
 
