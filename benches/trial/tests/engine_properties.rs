@@ -27,6 +27,7 @@ fn configs() -> impl Strategy<Value = EngineConfig> {
             host_kv_blocks,
             writes_through,
             deduplicates,
+            refers_sessions: deduplicates,
             step_tokens_max: sequences_max + spare_tokens,
             sequences_max,
             prefill_chunk_max,
@@ -45,6 +46,7 @@ fn specs() -> impl Strategy<Value = RequestSpec> {
     (prop::collection::vec(0..2_u32, 1..40), 1..12_u32, name(), name()).prop_map(|(tokens, outputs, lora, salt)| {
         RequestSpec {
             lora_name: lora.map(Into::into),
+            session_id: salt.map(Into::into),
             cache_salt: salt.map(Into::into),
             ..RequestSpec::new(0, tokens, outputs)
         }
@@ -56,6 +58,7 @@ enum Call {
     Submit(RequestSpec),
     Step,
     Cancel(u64),
+    CloseSession,
     Reset,
 }
 
@@ -64,6 +67,7 @@ fn calls() -> impl Strategy<Value = Vec<Call>> {
         6 => specs().prop_map(Call::Submit),
         12 => Just(Call::Step),
         1 => (0..40_u64).prop_map(Call::Cancel),
+        1 => Just(Call::CloseSession),
         1 => Just(Call::Reset),
     ];
     prop::collection::vec(call, 0..120)
@@ -192,6 +196,7 @@ fn run(config: EngineConfig, calls: &[Call]) -> (Vec<Step>, Requests) {
                 steps.push(step);
             }
             Call::Cancel(id) => assert_eq!(rank.cancel(id), open.remove(&id).is_some()),
+            Call::CloseSession => rank.close_session("a"),
             Call::Reset => {
                 let is_used = rank.load().used_blocks > 0;
                 let event = rank.reset_cache(false);

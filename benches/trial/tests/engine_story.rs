@@ -96,6 +96,22 @@ fn events_match_a_recording_of_a_real_engine() {
 }
 
 #[test]
+fn blocks_of_open_sessions_are_evicted_last() {
+    let mut rank = rank(EngineConfig { refers_sessions: true, deduplicates: true, ..EngineConfig::default() });
+    // Each request uses four of the eight blocks, and three of them stay cached.
+    let cached = |rank: &mut Rank, first: u32, session: Option<&str>| {
+        let prompt: Vec<u32> = (first..first + 13).collect();
+        let spec = RequestSpec { session_id: session.map(Into::into), ..RequestSpec::new(1, prompt, 1) };
+        run_one(rank, spec)[0].outputs[0].cached_tokens
+    };
+    let found = [(100, Some("s")), (200, None), (300, None), (400, None), (100, Some("s"))];
+    assert_eq!(found.map(|(first, session)| cached(&mut rank, first, session)), [0, 0, 0, 0, 12]);
+    rank.close_session("s");
+    let found = [500, 600, 700, 100].map(|first| cached(&mut rank, first, None));
+    assert_eq!(found, [0; 4]);
+}
+
+#[test]
 fn blocks_of_generated_tokens_are_published_and_reused() {
     let mut rank = rank(EngineConfig::default());
     let mut names = BTreeMap::new();

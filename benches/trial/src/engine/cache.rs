@@ -4,6 +4,7 @@
 //! too, in some tier. The host holds each hash at most once. The device does too, unless [`Cache::fill`] adds copies.
 //! The recorded events match the changes exactly and in order. The scheduler decides the computation and its time.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 
@@ -34,6 +35,10 @@ pub(crate) struct Cache {
     filled: usize,
     /// Slots without a user in allocation order: empty slots first, then by the time they became free.
     free: UsageOrder<u32, ()>,
+    /// The same for blocks to which open sessions refer: allocated after all others.
+    referred: UsageOrder<u32, ()>,
+    /// Open sessions by the blocks to which they refer.
+    sessions: BTreeMap<EngineHash, BTreeSet<Arc<str>>>,
     /// Blocks in host memory: the least recently evicted from the device or looked up leave first.
     host: Option<UsageOrder<EngineHash, Arc<Block>>>,
     /// Whether computed blocks are copied to the host at once.
@@ -65,6 +70,8 @@ impl Cache {
             by_hash: AHashMap::new(),
             filled: 0,
             free,
+            referred: LruCache::unbounded_with_hasher(RandomState::new()),
+            sessions: BTreeMap::new(),
             host: NonZeroUsize::new(host_blocks as usize).map(|blocks_max| {
                 let mut host = LruCache::unbounded_with_hasher(RandomState::new());
                 host.resize(blocks_max);
@@ -81,7 +88,7 @@ impl Cache {
     }
 
     pub(crate) fn free_blocks(&self) -> u32 {
-        self.free.len() as u32
+        (self.free.len() + self.referred.len()) as u32
     }
 
     pub(crate) fn take_events(&mut self) -> Vec<CacheEvent> {
@@ -113,7 +120,7 @@ impl Cache {
     /// host part of the hit.
     pub(crate) fn has_room(&self, hit: &Hit, blocks: u32) -> bool {
         let needed = u64::from(hit.device_free) + hit.host as u64 + u64::from(blocks);
-        needed <= self.free.len() as u64
+        needed <= u64::from(self.free_blocks())
     }
 
     /// Adds a user to the blocks of a hit and returns one slot per block. The caller has checked that there is room.
@@ -147,11 +154,12 @@ impl Cache {
 
     /// Allocates an empty slot for one user and evicts its previous content.
     pub(crate) fn allocate(&mut self) -> Option<u32> {
-        let (slot, ()) = self.free.pop_lru()?;
+        let (slot, ()) = self.free.pop_lru().or_else(|| self.referred.pop_lru())?;
         self.slots[slot as usize].users = 1;
         if let Some(block) = self.slots[slot as usize].block.take() {
             let hash = block.hash;
             self.unlist(&hash, slot);
+            self.sessions.remove(&hash);
             if let Some(host) = &mut self.host {
                 keep(host, block, &mut self.events);
             }
@@ -177,6 +185,26 @@ impl Cache {
             .or_insert(Copies { first: slot, further: Vec::new() });
         self.slots[slot as usize].block = Some(block);
         self.filled += 1;
+    }
+
+    /// A session refers to these blocks, which are in use.
+    pub(crate) fn refer(&mut self, session: &Arc<str>, hashes: &[EngineHash]) {
+        hashes.iter().for_each(|hash| _ = self.sessions.entry(*hash).or_default().insert(Arc::clone(session)));
+    }
+
+    /// Drops the references of a session. Blocks without another one are the most recently used of the others.
+    pub(crate) fn close_session(&mut self, session: &str) {
+        self.sessions.retain(|_, sessions| {
+            sessions.remove(session);
+            !sessions.is_empty()
+        });
+        let (oldest_first, sessions) = (self.referred.iter().rev().map(|(slot, ())| *slot), &self.sessions);
+        let block = |slot: &u32| self.slots[*slot as usize].block.as_ref();
+        let left = oldest_first.filter(|slot| block(slot).is_none_or(|block| !sessions.contains_key(&block.hash)));
+        for slot in left.collect::<Vec<_>>() {
+            self.referred.pop(&slot);
+            self.free.put(slot, ());
+        }
     }
 
     /// Removes the mapping from a block to a slot.
@@ -220,6 +248,10 @@ impl Cache {
         }
         self.by_hash.clear();
         self.filled = 0;
+        self.sessions.clear();
+        while let Some((slot, ())) = self.referred.pop_lru() {
+            self.free.put(slot, ());
+        }
         self.slots.iter_mut().for_each(|slot| slot.block = None);
         if let Some(beside) = &mut self.beside {
             beside.clear();
@@ -246,6 +278,7 @@ impl Cache {
         let users = &mut self.slots[slot as usize].users;
         if *users == 0 {
             self.free.pop(&slot);
+            self.referred.pop(&slot);
         }
         *users += 1;
     }
@@ -255,6 +288,7 @@ impl Cache {
         *users -= 1;
         match (*users, block) {
             (1.., _) => {}
+            (0, Some(block)) if self.sessions.contains_key(&block.hash) => _ = self.referred.put(slot, ()),
             (0, is_filled) => {
                 self.free.put(slot, ());
                 if is_filled.is_none() {
@@ -267,8 +301,8 @@ impl Cache {
     /// Panics if the structure is inconsistent with itself or with `users`, the number of sequences per slot.
     pub(crate) fn check_invariants(&self, users: &[u32]) {
         let mut is_free = vec![false; self.slots.len()];
-        self.free.iter().for_each(|(slot, ())| is_free[*slot as usize] = true);
-        assert_eq!(is_free.iter().filter(|is_free| **is_free).count(), self.free.len());
+        self.free.iter().chain(self.referred.iter()).for_each(|(slot, ())| is_free[*slot as usize] = true);
+        assert_eq!(is_free.iter().filter(|is_free| **is_free).count(), self.free_blocks() as usize);
         let mut filled = 0;
         for (at, slot) in self.slots.iter().enumerate() {
             assert_eq!(slot.users, users[at], "users of slot {at}");

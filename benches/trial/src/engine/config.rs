@@ -42,6 +42,8 @@ pub struct EngineConfig {
     /// Whether a computed block that the device already holds is replaced by the held one, as in SGLang. Otherwise both
     /// stay, each with its own store and removal event, as in vLLM. False.
     pub deduplicates: bool,
+    /// Whether the blocks of open sessions are evicted last, as in SGLang with `--enable-session-radix-cache`. False.
+    pub refers_sessions: bool,
     /// Maximum number of tokens per step, decodes and prefills together. 8192.
     pub step_tokens_max: u32,
     /// Maximum number of running sequences. 256.
@@ -101,6 +103,7 @@ impl Default for EngineConfig {
             writes_through: false,
             beside_window_blocks: 0,
             deduplicates: false,
+            refers_sessions: false,
             step_tokens_max: 8192,
             sequences_max: 256,
             prefill_chunk_max: 0,

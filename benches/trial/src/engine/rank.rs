@@ -207,6 +207,11 @@ impl Rank {
         self.cache.copies(name)
     }
 
+    /// Ends the references of a session to blocks, which stay cached.
+    pub fn close_session(&mut self, session: &str) {
+        self.cache.close_session(session);
+    }
+
     /// Clears the device, and the host unless it is kept, and returns the event to publish. As in vLLM, does nothing and
     /// returns none while any request holds blocks. Waiting requests hold none.
     pub fn reset_cache(&mut self, keeps_host: bool) -> Option<CacheEvent> {

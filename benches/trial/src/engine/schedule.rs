@@ -183,6 +183,9 @@ impl Rank {
                         cache.release(&further);
                         retained.insert(sequence.id(), std::mem::take(&mut sequence.slots));
                     } else {
+                        if let Some((session, hashes)) = sequence.session().filter(|_| config.refers_sessions) {
+                            cache.refer(session, hashes);
+                        }
                         cache.release(&sequence.slots);
                     }
                     ids.remove(&sequence.id());

@@ -24,10 +24,12 @@ pub struct RequestSpec {
     pub lora_name: Option<Arc<str>>,
     /// Cache namespace. Only requests with equal salts share blocks. An empty salt means none.
     pub cache_salt: Option<Arc<str>>,
+    /// Session that refers to the blocks of the request after its end.
+    pub session_id: Option<Arc<str>>,
 }
 
 impl RequestSpec {
-    /// Creates a request without adapter and salt.
+    /// Creates a request without adapter, salt and session.
     ///
     /// ```
     /// use pointsman_trial::engine::RequestSpec;
@@ -38,7 +40,7 @@ impl RequestSpec {
     /// ```
     #[must_use]
     pub fn new(id: u64, tokens: impl Into<Arc<[u32]>>, output_tokens_max: u32) -> Self {
-        Self { id, tokens: tokens.into(), output_tokens_max, lora_name: None, cache_salt: None }
+        Self { id, tokens: tokens.into(), output_tokens_max, lora_name: None, cache_salt: None, session_id: None }
     }
 }
 
@@ -176,6 +178,11 @@ impl Sequence {
 
     pub(crate) fn id(&self) -> u64 {
         self.spec.id
+    }
+
+    /// Session of the request, and its blocks in the cache.
+    pub(crate) fn session(&self) -> Option<(&Arc<str>, &[EngineHash])> {
+        Some((self.spec.session_id.as_ref()?, &self.hashes[..self.filled as usize]))
     }
 
     /// Number of prompt and output tokens so far.

@@ -86,6 +86,9 @@ pub struct MockConfig {
     /// Context parallelism: the pages report the block size divided by it, the events the block size.
     #[arg(long, value_name = "RANKS", default_value_t = 1)]
     pub context_parallel_size: u32,
+    /// Evicts the blocks of open sessions last, as SGLang's option --enable-session-radix-cache.
+    #[arg(long)]
+    pub session_radix_cache: bool,
     /// Device memory blocks per rank, one of which is never allocated.
     #[arg(long, value_name = "BLOCKS", default_value_t = 7168)]
     pub kv_blocks: u32,
@@ -260,6 +263,7 @@ impl MockConfig {
             writes_through: dialect.has_connector(),
             beside_window_blocks: dialect.beside_window_blocks(),
             deduplicates: dialect.is_sglang(),
+            refers_sessions: self.session_radix_cache,
             step_tokens_max: self.step_tokens_max,
             sequences_max: self.sequences_max,
             max_model_len: self.model_len_max(),

@@ -164,6 +164,11 @@ impl RankDriver {
         }
     }
 
+    /// Ends the references of a session to blocks.
+    pub(crate) fn close_session(&self, session: &str) {
+        self.lock().model.close_session(session);
+    }
+
     /// Clears the cache, that of a connector only for sleep. Returns false if a request holds blocks, which prevents it.
     pub(crate) fn reset_cache(&self, sleeps: bool) -> bool {
         let mut state = self.lock();

@@ -104,6 +104,7 @@ impl Prepared {
             output_tokens_max: common.output_tokens(),
             lora_name: lora_name.map(|name| name.as_str().into()),
             cache_salt: common.cache_salt.as_deref().map(Into::into),
+            session_id: common.session_id.as_deref().map(Into::into),
         };
         let prefix = match request.api {
             Api::Completion => "cmpl",

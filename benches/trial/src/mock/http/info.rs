@@ -92,6 +92,7 @@ pub(super) async fn server_info(State(engine): Shared) -> Response {
         "max_total_num_tokens": u64::from(config.kv_blocks.saturating_sub(1)) * u64::from(config.block_size),
         "context_length": config.model_len_max(),
         "max_running_requests": config.sequences_max,
+        "enable_session_radix_cache": config.session_radix_cache,
         "version": concat!("pointsman-mock-", env!("CARGO_PKG_VERSION")),
         "kv_events": {
             "publisher": "zmq",
@@ -148,6 +149,20 @@ pub(super) async fn reset_prefix_cache(State(engine): Shared) -> Response {
     } else {
         answer::error(StatusCode::SERVICE_UNAVAILABLE, "requests hold blocks")
     }
+}
+
+#[derive(Deserialize)]
+pub(super) struct CloseSession {
+    session_id: String,
+}
+
+/// `POST /close_session`, in SGLang's format.
+pub(super) async fn close_session(
+    State(engine): Shared,
+    Parsed(CloseSession { session_id }): Parsed<CloseSession>,
+) -> StatusCode {
+    engine.ranks().iter().for_each(|rank| rank.close_session(&session_id));
+    StatusCode::OK
 }
 
 /// `GET /faults`: current settings and counters.

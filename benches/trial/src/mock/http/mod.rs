@@ -149,6 +149,7 @@ pub(crate) fn routes(engine: Arc<Engine>) -> Router {
         .route("/metrics", get(info::metrics))
         .route("/kv_event_sources", get(info::kv_event_sources))
         .route("/reset_prefix_cache", post(info::reset_prefix_cache))
+        .route("/close_session", post(info::close_session))
         .route("/sleep", post(sleep::sleep))
         .route("/wake_up", post(sleep::wake_up))
         .route("/is_sleeping", get(sleep::is_sleeping))

@@ -38,6 +38,7 @@ pub(super) struct Common {
     stream: Option<bool>,
     pub(super) stream_options: Option<StreamOptions>,
     pub(super) cache_salt: Option<String>,
+    pub(super) session_id: Option<String>,
     n: Option<u32>,
     /// Adds the token ids of the output to each chunk of a stream, as vLLM.
     return_token_ids: Option<bool>,
