@@ -12,10 +12,10 @@ use crate::tidy::{code_of, sources, without_tests};
 /// Packages by the prefixes of their paths, with the most lines of product code; the target of all is 88,000. The gateway
 /// has grown from 24,600 by the tokens and sessions of agents, conversions of Messages and Responses, errors and
 /// heartbeats in streams, further endpoints, the control of engines, the budget of requests, drains of HTTP/2, dates of
-/// certificates, a fast form of tokenizers, and a runtime per core. Its target is 22,000. The library has
+/// certificates, a fast form of tokenizers, hints to engines, and a runtime per core. Its target is 22,000. The library has
 /// grown from 42,605 by the contexts and holds of programs. All keep their present size, so that they can only shrink.
 const PACKAGES: &[(&[&str], usize)] =
-    &[(&["src/", "actors/"], 43_145), (&["gateway/src/"], 27_129), (&["benches/"], 15_558), (&["python/"], 1_646)];
+    &[(&["src/", "actors/"], 43_160), (&["gateway/src/"], 27_267), (&["benches/"], 15_619), (&["python/"], 1_646)];
 
 /// Lines of test code of all packages.
 const TEST_LINES_MAX: usize = 55_000;

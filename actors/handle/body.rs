@@ -176,6 +176,12 @@ impl<B> PlacedBody<B> {
         self.follow.reader.usage()
     }
 
+    /// Whether the response has ended the turn of an agent: see [`AnswerReader::is_stop`].
+    #[must_use]
+    pub fn is_stop(&self) -> bool {
+        self.follow.reader.is_stop()
+    }
+
     /// Output tokens so far.
     #[must_use]
     pub fn output_tokens(&self) -> u64 {

@@ -27,6 +27,7 @@ mod drain;
 mod endpoints;
 mod engines;
 mod grafana;
+mod hints;
 mod index_api;
 mod kubernetes;
 mod lengths;

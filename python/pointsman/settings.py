@@ -226,6 +226,8 @@ class WorkerFields(TypedDict, total=False):
     kv_transfer_preferred_weight: float | None
     transfer_port: int | None
     engine: Literal["vllm", "sglang", "other"] | None
+    session_hints: bool
+    priority_hints: bool
     is_eagle: bool | None
     kv_events: KvEvents | None
     kv_events_by_rank: Mapping[int, KvEvents]

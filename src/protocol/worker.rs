@@ -215,6 +215,14 @@ pub struct WorkerConfig {
     /// Type of the engine, which determines the prompt of some requests. Default: as probed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub engine: Option<Engine>,
+    /// Whether requests name their sessions to the engine, which evicts their blocks after others until they are closed:
+    /// SGLang with `--enable-session-radix-cache`. A probe of another engine resets it. Default false.
+    #[serde(default, skip_serializing_if = "core::ops::Not::not")]
+    pub session_hints: bool,
+    /// Whether requests have their strict priorities at the engine: SGLang with `--enable-priority-scheduling`, higher values
+    /// first. A probe of another engine resets it. Default false.
+    #[serde(default, skip_serializing_if = "core::ops::Not::not")]
+    pub priority_hints: bool,
     /// Whether the worker hashes EAGLE windows; must match the pool's setting if given.
     #[serde(default)]
     pub is_eagle: Option<bool>,

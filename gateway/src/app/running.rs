@@ -59,7 +59,8 @@ impl Running {
         let (settings, models) = (Arc::new(settings), Arc::new(models));
         let pools = Pools { settings: Arc::clone(&settings), models: Arc::clone(&models), readiness };
         let (meters, ids) = (Arc::new(Meters::new()), Arc::new(Ids::new()));
-        let context = RequestContext { settings, models, admission, upstream, meters, tracing, ids };
+        let engine_sessions = Arc::default();
+        let context = RequestContext { settings, models, admission, upstream, meters, tracing, ids, engine_sessions };
         let (context, pools, admin_tokens) = (Latest::new(context), Latest::new(pools), Latest::new(admin_tokens));
         Ok(Self { context, pools, admin_tokens, certificates })
     }

@@ -11,6 +11,7 @@ use tokio::time::Instant;
 
 use super::context::RequestContext;
 use super::heartbeats::Heartbeats;
+use super::hints::SessionCall;
 use crate::admission::leases::QuotaLease;
 use crate::admission::shared_sessions::SharedCall;
 use crate::formats::openai::{ApiError, Endpoint};
@@ -41,6 +42,8 @@ pub(crate) struct Account {
     pub(crate) quota: Option<QuotaLease>,
     /// The call of a session name that may be shared.
     pub(crate) shared_call: Option<SharedCall>,
+    /// Its session at the engine.
+    pub(super) engine_session: Option<SessionCall>,
     /// Receives the length of a prompt with media.
     pub(crate) media_report: Option<LengthReport>,
     /// Trace of the request.
@@ -72,6 +75,7 @@ impl Account {
             access: AccessRecord::default(),
             quota: None,
             shared_call: None,
+            engine_session: None,
             media_report: None,
             trace: RequestTrace::of(headers),
             heartbeats: None,

@@ -17,6 +17,7 @@ use pointsman::{AnswerKind, Outcome, PlacedBody};
 use tokio::time::{Instant, Sleep, sleep_until};
 
 use super::attempts::WorkerResponse;
+use super::hints::SessionCall;
 use super::prefill_report::PrefillReport;
 use crate::observe::requests::StreamBreak;
 use crate::pools::disaggregation::PrefillResult;
@@ -216,7 +217,9 @@ impl<B> Answer<B> {
     fn complete(&mut self) {
         let body = self.body.as_ref().filter(|_| self.checked.is_some());
         let error = body.and_then(PlacedBody::error_status);
+        let is_stop = body.is_some_and(PlacedBody::is_stop);
         if let Some(account) = &mut self.account {
+            account.engine_session.take().filter(|_| is_stop).iter().for_each(SessionCall::stopped);
             match error {
                 Some(429 | 500..) => account.broke(StreamBreak::Error),
                 Some(status) => account.complete_as(status),

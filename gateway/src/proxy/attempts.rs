@@ -92,7 +92,8 @@ impl<'a> AttemptLoop<'a> {
         let (model, endpoint, kind) = (&request.model, request.worker_endpoint, request.kind);
         let split = model.prefill.as_ref().map(|side| Split::new(side, endpoint, body.clone(), request.include_usage));
         let call = (&request.method, &*request.worker_path);
-        let outbound = Outbound { context, model, endpoint, call, headers, request_id, body, kind };
+        let outbound =
+            Outbound { context, model, endpoint, call, headers, request_id, body, hints: &request.hints, kind };
         Self { outbound, split, failed, is_pinned: request.is_pinned() }
     }
 

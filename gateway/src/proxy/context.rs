@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use pointsman::{RequestOptions, Router};
 
+use super::hints::EngineSessions;
 use super::ids::Ids;
 use crate::admission::admit::Admission;
 use crate::net::upstream::Upstream;
@@ -24,6 +25,7 @@ pub(crate) struct RequestContext {
     /// Exporter of traces; `None` without `gateway.otlp_endpoint`.
     pub(crate) tracing: Option<Arc<Tracing>>,
     pub(crate) ids: Arc<Ids>,
+    pub(crate) engine_sessions: Arc<EngineSessions>,
 }
 
 impl RequestContext {

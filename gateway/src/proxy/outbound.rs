@@ -9,15 +9,17 @@ use axum::http::{HeaderMap, HeaderValue, Method, Request, StatusCode, Uri};
 use http_body_util::Full;
 use pointsman::protocol::WorkerRank;
 use pointsman::{AnswerKind, Placement};
+use serde_json::json;
 use tokio::time::Instant;
 
 use super::account::Account;
 use super::begin::TimeLimit;
 use super::context::RequestContext;
-use super::engine_abort::EngineAbort;
+use super::engine_calls::EngineCalls;
 use super::exchange::{Checked, exchange};
 use super::failure::Failure;
 use super::heartbeats::Heartbeats;
+use super::hints::{Hints, with_fields};
 use super::prefill_report::PrefillReport;
 use super::refusal::Refusal;
 use crate::formats::openai::{Authorization, Endpoint, ToWorker, to_worker};
@@ -36,6 +38,7 @@ pub(super) struct Outbound<'a> {
     pub(super) headers: &'a HeaderMap,
     pub(super) request_id: &'a str,
     pub(super) body: Bytes,
+    pub(super) hints: &'a Hints,
     /// Kind of a valid response: events for a streamed request.
     pub(super) kind: AnswerKind,
 }
@@ -66,10 +69,25 @@ impl Attempt<'_> {
 
     /// Sends the whole request.
     pub(super) async fn whole(&mut self) -> Result<Started, AttemptError> {
-        let (body, request_id) = (self.outbound.body.clone(), self.outbound.request_id);
+        let (body, request_id) = (self.hinted_body(), self.outbound.request_id);
         let outgoing = Outgoing { body, request_id, names_rank: true };
         let checked = self.send(outgoing).await.map_err(AttemptError::Failed)?;
         Ok(Started { checked, prefill: None, served_by: None })
+    }
+
+    /// The body with the hints that the engine of the placement receives. Its session is open from now on.
+    fn hinted_body(&mut self) -> Bytes {
+        let (Outbound { context, model, body, hints, .. }, placement) = (self.outbound, self.placement);
+        let worker = placement.rank().worker;
+        let (fields, session) = hints.of(&model.settings.name, model.access.hints(worker));
+        self.account.engine_session = session.map(|id| {
+            let close = || {
+                let bodies = vec![json!({ "session_id": id }).to_string()];
+                self.outbound.calls_at_end(model, placement, "/close_session", bodies)
+            };
+            context.engine_sessions.called(&id, worker, close)
+        });
+        with_fields(body, &fields)
     }
 }
 
@@ -135,12 +153,25 @@ impl Outbound<'_> {
     }
 
     /// Abort of the leg of a placement by these ids.
-    pub(super) fn abort_of(&self, model: &Model, placement: &Placement, ids: Vec<String>) -> EngineAbort {
+    pub(super) fn abort_of(&self, model: &Model, placement: &Placement, ids: Vec<String>) -> EngineCalls {
+        let bodies = ids.iter().map(|id| json!({ "rid": id }).to_string());
+        self.calls_at_end(model, placement, "/abort_request", bodies.collect())
+    }
+
+    /// Calls of the worker of a placement.
+    pub(super) fn calls_at_end(
+        &self,
+        model: &Model,
+        placement: &Placement,
+        path: &str,
+        bodies: Vec<String>,
+    ) -> EngineCalls {
         let key = model.access.authorization(placement.rank().worker);
-        let (false, Ok(key)) = (ids.is_empty(), key) else { return EngineAbort::default() };
+        let (false, Ok(key)) = (bodies.is_empty(), key) else { return EngineCalls::default() };
         let authorization = self.authorization(key.as_ref());
         let own = ToWorker { request_id: self.request_id, data_parallel_rank: None, authorization };
-        EngineAbort::new(&self.context.upstream, placement.endpoint(), &to_worker(self.headers, own), ids)
+        let url = [placement.endpoint().trim_end_matches('/'), path].concat();
+        EngineCalls::new(&self.context.upstream, url, &to_worker(self.headers, own), bodies)
     }
 
     /// The client's key is forwarded only without tenants, when it can only be meant for the worker.

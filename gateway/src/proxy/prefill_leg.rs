@@ -6,7 +6,7 @@ use http_body_util::Full;
 use pointsman::{Outcome, Placement};
 
 use super::begin::TimeLimit;
-use super::engine_abort::EngineAbort;
+use super::engine_calls::EngineCalls;
 use super::exchange::exchange_whole;
 use super::failure::Failure;
 use super::refusal::WorkerError;
@@ -40,7 +40,7 @@ pub(super) struct PrefillLeg {
     pub(super) limit: TimeLimit,
     pub(super) tokens: LegTokens,
     /// Abort of the leg, if its response does not end.
-    pub(super) abort: EngineAbort,
+    pub(super) abort: EngineCalls,
 }
 
 impl PrefillLeg {

@@ -17,6 +17,7 @@ use serde::Deserialize;
 use tokio::time::Instant;
 
 use super::account::Account;
+use super::hints::Hints;
 use crate::admission::admit::Admitted;
 use crate::admission::coding::Coding;
 use crate::admission::intake::{Limits, discard, receive, reserved};
@@ -87,6 +88,8 @@ pub(crate) struct RoutableRequest {
     pub(crate) body: Bytes,
     /// Whether a stream ends with a usage record.
     pub(crate) include_usage: bool,
+    /// Hints for engines.
+    pub(super) hints: Hints,
     options: RequestOptions,
     prompt: ClientPrompt,
     /// Tokens of the prompt, unless the client sent them.
@@ -182,6 +185,7 @@ impl RoutableRequest {
         let mode = messages.unwrap_or(model.settings.messages);
         let original = original.map(|original| (original, mode));
         let (body, worker_endpoint) = worker_body(endpoint, &parsed, original, edits)?;
+        let hints = Hints::new(worker_endpoint, &parsed, &options);
         Ok(Self {
             model: Arc::clone(model),
             worker_endpoint,
@@ -192,6 +196,7 @@ impl RoutableRequest {
             kind,
             body,
             include_usage: parsed.include_usage,
+            hints,
             options,
             tokens: Some(tokens.ids).filter(|ids| matches!(ids, Cow::Owned(_))).map(Cow::into_owned),
             prompt: parsed.prompt,

@@ -18,7 +18,7 @@ use tokio::runtime::Handle;
 use tokio::time::{Instant, timeout};
 
 use super::begin::{ResponseStart, TimeLimit};
-use super::engine_abort::EngineAbort;
+use super::engine_calls::EngineCalls;
 use super::exchange::Checked;
 use super::failure::{Ending, Failure};
 use super::leg::Leg;
@@ -49,7 +49,7 @@ pub(super) struct Split<'a> {
 struct BothLegs {
     prefill: Leg<PrefillEnd>,
     decode: Leg<Result<Checked, Failure>>,
-    decode_abort: EngineAbort,
+    decode_abort: EngineCalls,
     /// Kind of the response, if the legs continue.
     lingers: Option<AnswerKind>,
 }

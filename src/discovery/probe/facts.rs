@@ -187,6 +187,7 @@ impl EngineFacts {
             load,
             transfer_port: info.and_then(|info| info.transfer_port),
             role: info.and_then(|info| info.role),
+            hints: info.map(|info| info.hints).unwrap_or_default(),
             model_is_pending: matches!(self.models, PageFacts::Unknown(_)),
             unreported: BTreeMap::new(),
         };

@@ -45,6 +45,8 @@ pub(super) struct ServerInfo {
     pub(super) load: Option<LoadSource>,
     pub(super) transfer_port: Option<u16>,
     pub(super) role: Option<WorkerRole>,
+    /// Of sessions, and of priorities.
+    pub(super) hints: (bool, bool),
     pub(super) kv_events: Option<KvEventsConfig>,
 }
 
@@ -69,13 +71,14 @@ impl ServerInfo {
         }
         let socket = |port: u16| format!("tcp://{host}:{port}");
         let load_port = kv_events.as_ref().and_then(|said| said.load_endpoint_port_base);
-        let has_metrics = info.get("enable_metrics").and_then(Value::as_bool) == Some(true);
-        let load_page = || has_metrics.then(|| LoadSource::Metrics(url.below("/metrics").to_string()));
+        let is_set = |key: &str| info.get(key).and_then(Value::as_bool) == Some(true);
+        let load_page = || is_set("enable_metrics").then(|| LoadSource::Metrics(url.below("/metrics").to_string()));
         let role = match info.get("disaggregation_mode").and_then(Value::as_str) {
             Some("prefill") => Some(WorkerRole::Prefill),
             Some("decode") => Some(WorkerRole::Decode),
             _ => None,
         };
+        let has_priorities = is_set("enable_priority_scheduling") && !is_set("schedule_low_priority_values_first");
         let is_prefill = role == Some(WorkerRole::Prefill);
         let name = ["served_model_name", "model_path"].iter().find_map(|key| info.get(*key)?.as_str());
         Ok(Self {
@@ -88,6 +91,7 @@ impl ServerInfo {
             load: load_port.map(|port| LoadSource::Socket(socket(port))).or_else(load_page),
             transfer_port: is_prefill.then(|| small("disaggregation_bootstrap_port")?.try_into().ok()).flatten(),
             role,
+            hints: (is_set("enable_session_radix_cache"), has_priorities),
             kv_events: kv_events.map(|said| KvEventsConfig {
                 endpoint: socket(said.endpoint_port_base),
                 replay_endpoint: said.replay_endpoint_port_base.map(socket),

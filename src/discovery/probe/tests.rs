@@ -176,6 +176,21 @@ fn given_settings_combine_with_probed_ones() {
 }
 
 #[test]
+fn hints_are_those_that_the_engine_supports() {
+    let given = WorkerConfig { session_hints: true, priority_hints: true, ..WorkerConfig::at("http://10.0.0.7:8000") };
+    let hints = |described: Described| {
+        let config = described.complete(&given, &url(), &expected()).expect("compatible with the pool");
+        (config.session_hints, config.priority_hints)
+    };
+    let with = |fields: &str| sglang(&SERVER_INFO.replacen('{', &format!("{{ {fields},"), 1));
+    let both = r#""enable_session_radix_cache": true, "enable_priority_scheduling": true"#;
+    assert_eq!(hints(with(both)), (true, true));
+    assert_eq!(hints(with(&format!(r#"{both}, "schedule_low_priority_values_first": true"#))), (true, false));
+    assert_eq!(hints(sglang(SERVER_INFO)), (false, false));
+    assert_eq!(hints(vllm(MODELS, METRICS).expect("valid response")), (false, false));
+}
+
+#[test]
 fn engines_of_other_pools_are_rejected_with_a_reason() {
     let refused = |described: Described, expected: Expected| {
         let error = complete(described, &expected).expect_err("incompatible with the pool");

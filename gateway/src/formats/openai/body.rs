@@ -50,6 +50,10 @@ pub struct RequestBody {
     pub session_id: Option<String>,
     /// Session that another field names.
     pub session: Option<Session<'static>>,
+    /// Whether the gateway may name a session to the engine: the request may end with a call of a tool, and names none.
+    pub takes_session: bool,
+    /// Whether the request has no priority for the engine.
+    pub takes_priority: bool,
     /// Stored response that the request continues.
     pub previous_response_id: Option<String>,
     /// Maximum output tokens of one choice. Values above `u32` saturate.
@@ -145,6 +149,9 @@ impl RequestBody {
             cache_salt,
             session_id,
             session,
+            takes_session: fields.tools.json().is_some()
+                && [fields.session_id, fields.session_params].iter().all(|given| given.json().is_none()),
+            takes_priority: fields.priority.json().is_none(),
             previous_response_id,
             output_tokens_max,
             prompt,
@@ -170,6 +177,8 @@ impl RequestBody {
             cache_salt: None,
             session_id: None,
             session: None,
+            takes_session: false,
+            takes_priority: false,
             previous_response_id: None,
             output_tokens_max: None,
             prompt: ClientPrompt::Opaque(endpoint.name()),

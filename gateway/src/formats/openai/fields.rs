@@ -50,7 +50,7 @@ fields! {
     prompt_embeds input_embeds multi_modal_data multimodal_data image_data video_data audio_data
     text input_ids token_ids sampling_params features content_parts
     n best_of echo logprobs prompt_logprobs
-    suffix truncate_prompt_tokens lora_path session_params extra_key
+    suffix truncate_prompt_tokens lora_path session_params extra_key priority
     routed_dp_rank data_parallel_rank disagg_prefill_dp_rank
     bootstrap_host bootstrap_port bootstrap_room bootstrap_pair_key kv_transfer_params ec_transfer_params disaggregated_params
 }

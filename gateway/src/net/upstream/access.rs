@@ -60,6 +60,16 @@ impl WorkerAccess {
         self.known_key(|workers| workers.binary_search_by_key(&worker, |entry| entry.worker).ok())
     }
 
+    /// Whether the engine of a worker receives hints of sessions, and of priorities.
+    pub(crate) fn hints(&self, worker: WorkerId) -> (bool, bool) {
+        let workers = self.0.workers.get().map(watch::Receiver::borrow);
+        let found = workers.and_then(|workers| {
+            let config = &workers[workers.binary_search_by_key(&worker, |entry| entry.worker).ok()?].config;
+            Some((config.session_hints, config.priority_hints))
+        });
+        found.unwrap_or_default()
+    }
+
     fn known_key(
         &self,
         position: impl FnOnce(&[WorkerEntry]) -> Option<usize>,

@@ -1,4 +1,4 @@
-//! Abort of a leg in an SGLang engine.
+//! Calls to an SGLang engine at the end of a leg or of a session.
 //!
 //! SGLang detects a closed connection two seconds (streams) or up to four seconds (whole responses) later (reference:
 //! SGLang, `TokenizerManager`). `POST /abort_request` with the id of the request ends it at once.
@@ -14,29 +14,28 @@ use tokio::time::timeout;
 
 use crate::net::upstream::Upstream;
 
-/// Time limit of the aborts of one leg.
-const ABORT_MAX: Duration = Duration::from_secs(5);
+/// Time limit of the calls of one leg.
+const TIME_MAX: Duration = Duration::from_secs(5);
 
 /// Maximum length of a response.
 const BYTES_MAX: usize = 64 << 10;
 
-/// Aborts a leg when it is dropped before [`ended`](Self::ended).
+/// Calls that are sent when this is dropped before [`ended`](Self::ended).
 #[derive(Default)]
-pub(crate) struct EngineAbort(Option<AbortCall>);
+pub(crate) struct EngineCalls(Option<Calls>);
 
-struct AbortCall {
+struct Calls {
     upstream: Upstream,
     url: String,
     authorization: Option<HeaderValue>,
-    ids: Vec<String>,
+    bodies: Vec<String>,
 }
 
-impl EngineAbort {
-    /// Of a request with these ids at an engine. `headers` has the authorization of the request.
-    pub(super) fn new(upstream: &Upstream, endpoint: &str, headers: &HeaderMap, ids: Vec<String>) -> Self {
-        let url = format!("{}/abort_request", endpoint.trim_end_matches('/'));
+impl EngineCalls {
+    /// One call for each body. `headers` has the authorization of the request.
+    pub(super) fn new(upstream: &Upstream, url: String, headers: &HeaderMap, bodies: Vec<String>) -> Self {
         let authorization = headers.get(AUTHORIZATION).cloned();
-        Self(Some(AbortCall { upstream: upstream.clone(), url, authorization, ids }))
+        Self(Some(Calls { upstream: upstream.clone(), url, authorization, bodies }))
     }
 
     /// Records the end of the leg's response.
@@ -45,21 +44,20 @@ impl EngineAbort {
     }
 }
 
-impl Drop for EngineAbort {
+impl Drop for EngineCalls {
     fn drop(&mut self) {
         if let Some(call) = self.0.take()
             && let Ok(runtime) = Handle::try_current()
         {
-            runtime.spawn(timeout(ABORT_MAX, call.send()));
+            runtime.spawn(timeout(TIME_MAX, call.send()));
         }
     }
 }
 
-impl AbortCall {
-    /// Sends one abort per id. The engine ends the request on its own if they fail.
+impl Calls {
+    /// Sends them. The engine ends a request on its own if they fail.
     async fn send(self) {
-        for id in &self.ids {
-            let body = serde_json::json!({ "rid": id }).to_string();
+        for body in self.bodies {
             let mut request = Request::post(&self.url).header(CONTENT_TYPE, "application/json");
             if let Some(authorization) = &self.authorization {
                 request = request.header(AUTHORIZATION, authorization);
@@ -69,7 +67,7 @@ impl AbortCall {
                 // The rest is read, so that the connection is used again.
                 Ok(response) => drop(Limited::new(response.into_body(), BYTES_MAX).collect().await),
                 Err(error) => {
-                    tracing::debug!(url = self.url, id, cause = %error, "abort of a leg failed");
+                    tracing::debug!(url = self.url, cause = %error, "call of an engine failed");
                     return;
                 }
             }
