@@ -172,6 +172,7 @@ impl<B: Body<Data = Bytes, Error: Display> + Unpin> Answer<B> {
     }
 
     /// Ends the booking now, and the response unless the caller decides about it.
+    #[cold]
     fn cut(&mut self, cut: Cut, context: &Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
         self.end_attempt(&cut);
         if self.defers_cut {
@@ -265,6 +266,8 @@ impl<B: Body<Data = Bytes, Error: Display> + Unpin> Body for Answer<B> {
     type Data = Bytes;
     type Error = Cut;
 
+    /// Inlined, because a stream that can be resumed has another body around this one, and is polled three times a chunk.
+    #[inline(always)]
     fn poll_frame(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
         let Some(body) = &mut self.body else { return Poll::Ready(self.pending_cut.take().map(Err)) };
         match Pin::new(body).poll_frame(context) {

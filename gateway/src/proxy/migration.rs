@@ -112,57 +112,69 @@ impl Body for MigratingBody {
 
     fn poll_frame(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
         loop {
-            if let Some(resuming) = &mut self.resuming {
+            let Some(migrating) = &mut self.streaming else {
+                let Some(resuming) = &mut self.resuming else { return Poll::Ready(None) };
                 let (migrating, bytes) = ready!(resuming.as_mut().poll(context));
                 (self.streaming, self.resuming) = (Some(migrating), None);
-                if !bytes.is_empty() {
-                    return Poll::Ready(Some(Ok(Frame::data(bytes))));
+                if bytes.is_empty() {
+                    continue;
                 }
+                return Poll::Ready(Some(Ok(Frame::data(bytes))));
+            };
+            let frame = ready!(migrating.poll_frame(context));
+            if migrating.has_ended || !matches!(frame, Some(Err(_))) {
+                return Poll::Ready(frame);
             }
-            let Some(migrating) = &mut self.streaming else { return Poll::Ready(None) };
-            match ready!(migrating.poll_frame(context)) {
-                Some(Err(cut)) if !migrating.has_ended => {
-                    self.resuming = self.streaming.take().map(|migrating| Box::pin(migrating.failed_with(cut)) as _);
-                }
-                frame => return Poll::Ready(frame),
+            if let Some(Err(cut)) = frame {
+                self.resume_after(cut);
             }
         }
     }
 }
 
+impl MigratingBody {
+    /// Starts the resumption. Not inlined: its future would take stack in each poll.
+    #[cold]
+    #[inline(never)]
+    fn resume_after(&mut self, cut: Cut) {
+        self.resuming = self.streaming.take().map(|migrating| Box::pin(migrating.failed_with(cut)) as _);
+    }
+}
+
 impl Migrating {
-    /// The next frame, or the failure of the attempt.
+    /// The next frame, or the failure of the attempt. Frames change in place, because each move copies a map of headers.
+    #[inline(always)]
     fn poll_frame(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
-        while !self.has_ended {
-            if self.joiner.has_failed() {
+        loop {
+            if self.joiner.has_failed() && !self.has_ended {
                 return Poll::Ready(Some(Err(self.answer.fail())));
             }
-            let mut polled = ready!(Pin::new(&mut self.answer).poll_frame(context));
-            match &mut polled {
+            // At the end: the failure, if any.
+            let mut frame = ready!(Pin::new(&mut self.answer).poll_frame(context));
+            match &mut frame {
+                _ if self.has_ended => {}
                 Some(Ok(frame)) => {
-                    let Some(data) = frame.data_mut() else { return Poll::Ready(polled) };
-                    if let Some(text) = self.answer.repeated_text()
-                        && self.joiner.push_text(data, text)
+                    if let Some(data) = frame.data_mut()
+                        && !self.answer.repeated_text().is_some_and(|text| self.joiner.push_text(data, text))
                     {
-                        return Poll::Ready(polled);
-                    }
-                    *data = self.joiner.push(std::mem::take(data));
-                    if !data.is_empty() {
-                        return Poll::Ready(polled);
+                        *data = self.joiner.push(std::mem::take(data));
+                        if data.is_empty() {
+                            continue;
+                        }
                     }
                 }
-                Some(Err(_)) => return Poll::Ready(polled),
+                Some(Err(_)) => {}
                 None => {
                     self.has_ended = true;
                     let rest = self.joiner.finish();
-                    if !rest.is_empty() {
-                        return Poll::Ready(Some(Ok(Frame::data(rest))));
+                    if rest.is_empty() {
+                        continue;
                     }
+                    frame = Some(Ok(Frame::data(rest)));
                 }
             }
+            return Poll::Ready(frame);
         }
-        // The failure, if any.
-        Pin::new(&mut self.answer).poll_frame(context)
     }
 
     /// Resumes or ends the response after the failure of an attempt. Returns the last bytes of one that has ended.
