@@ -152,8 +152,7 @@ impl Migrating {
             // At the end: the failure, if any.
             let mut frame = ready!(Pin::new(&mut self.answer).poll_frame(context));
             match &mut frame {
-                _ if self.has_ended => {}
-                Some(Ok(frame)) => {
+                Some(Ok(frame)) if !self.has_ended => {
                     if let Some(data) = frame.data_mut()
                         && !self.answer.repeated_text().is_some_and(|text| self.joiner.push_text(data, text))
                     {
@@ -163,8 +162,7 @@ impl Migrating {
                         }
                     }
                 }
-                Some(Err(_)) => {}
-                None => {
+                None if !self.has_ended => {
                     self.has_ended = true;
                     let rest = self.joiner.finish();
                     if rest.is_empty() {
@@ -172,6 +170,7 @@ impl Migrating {
                     }
                     frame = Some(Ok(Frame::data(rest)));
                 }
+                _ => {}
             }
             return Poll::Ready(frame);
         }
