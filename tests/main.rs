@@ -1,17 +1,22 @@
-//! Integration tests of the library, one module each. `alone/` is a second binary for the tests that need a separate
-//! process.
+//! Integration tests of the library, one module each.
 
+#[macro_use]
+#[path = "common/alone.rs"]
+mod alone;
 #[cfg(feature = "runtime")]
 mod common;
 #[path = "common/effort.rs"]
 mod effort;
-#[cfg(all(feature = "faults", feature = "zmq"))]
+#[cfg(feature = "zmq")]
 #[path = "common/engines.rs"]
 mod engines;
 #[path = "common/fleet.rs"]
 mod fleet;
 #[path = "common/msgpack.rs"]
 mod msgpack;
+#[cfg(feature = "zmq")]
+#[path = "common/peak.rs"]
+mod peak;
 #[path = "common/recorded.rs"]
 mod recorded;
 #[path = "common/repetitions.rs"]
@@ -31,15 +36,18 @@ mod audit_engine;
 mod audit_replies;
 mod budgets;
 mod docs_config;
+mod hashing_allocations;
 mod hashing_vectors;
 mod import_cycles;
 mod index_budget;
 mod index_copies;
 mod index_groups;
+mod index_memory;
 mod index_proofs;
 mod index_properties;
 mod index_reference;
 mod ingest;
+mod ingest_allocations;
 mod ingest_properties;
 mod load_properties;
 mod load_reference;
@@ -49,6 +57,7 @@ mod programs;
 mod queue_properties;
 mod queue_shares;
 mod rank_limits;
+mod record_hostile;
 mod replica_properties;
 mod schedule_choice;
 mod schedule_filters;
@@ -59,11 +68,14 @@ mod schedule_waiting;
 mod snapshot;
 mod tidy;
 mod wire;
+mod wire_properties;
 
 #[cfg(all(feature = "faults", feature = "zmq", feature = "replicas"))]
 mod block_size;
 #[cfg(feature = "runtime")]
 mod calibration;
+#[cfg(feature = "runtime")]
+mod churn;
 #[cfg(feature = "runtime")]
 mod disagg;
 #[cfg(feature = "faults")]
@@ -80,8 +92,12 @@ mod gateway;
 mod hangs;
 #[cfg(feature = "runtime")]
 mod health;
+#[cfg(feature = "zmq")]
+mod hostile;
 #[cfg(all(feature = "faults", feature = "zmq"))]
 mod ingest_faults;
+#[cfg(feature = "zmq")]
+mod ingest_hostile;
 #[cfg(feature = "runtime")]
 mod latency;
 #[cfg(feature = "runtime")]
@@ -102,9 +118,18 @@ mod router_close;
 mod session_properties;
 #[cfg(all(feature = "faults", feature = "zmq"))]
 mod snapshot_restore;
+#[cfg(feature = "runtime")]
+mod traces;
 #[cfg(feature = "faults")]
 mod under_fire;
 #[cfg(feature = "runtime")]
 mod waiting;
 #[cfg(feature = "faults")]
 mod waiting_faults;
+
+use std::alloc::System;
+
+use stats_alloc::{INSTRUMENTED_SYSTEM, StatsAlloc};
+
+#[global_allocator]
+static ALLOCATOR: &StatsAlloc<System> = &INSTRUMENTED_SYSTEM;

@@ -1,11 +1,17 @@
-//! Integration tests of the gateway, one module each. `alone/` is a second binary for the tests that need a separate
-//! process.
+//! Integration tests of the gateway, one module each.
 
+#[macro_use]
+#[path = "../../tests/common/alone.rs"]
+mod alone;
 mod common;
 #[path = "../src/command/demo.rs"]
 mod demo_gateway;
+mod faults;
+#[path = "../../tests/common/peak.rs"]
+mod peak;
 
 mod admin;
+mod admin_audit;
 mod admin_undo;
 mod alerts;
 mod asleep;
@@ -16,6 +22,7 @@ mod command_line;
 mod compressed;
 mod control;
 mod cross_origin;
+mod dead_engines;
 mod demo;
 mod descriptors;
 mod dialects;
@@ -28,6 +35,7 @@ mod endpoints;
 mod engines;
 mod grafana;
 mod hints;
+mod hostile_clients;
 mod index_api;
 mod kubernetes;
 mod lengths;
@@ -42,6 +50,7 @@ mod migration;
 mod operations;
 mod picker;
 mod proxy;
+mod proxy_faults;
 mod realtime;
 mod reload;
 mod replayed;
@@ -56,3 +65,11 @@ mod traces;
 mod warm_start;
 mod worker_keys;
 mod worker_tls;
+mod wrong_answers;
+
+use std::alloc::System;
+
+use stats_alloc::{INSTRUMENTED_SYSTEM, StatsAlloc};
+
+#[global_allocator]
+static ALLOCATOR: &StatsAlloc<System> = &INSTRUMENTED_SYSTEM;

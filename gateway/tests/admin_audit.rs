@@ -5,12 +5,11 @@ use std::sync::{Arc, Mutex};
 
 use serde_json::{Value, json};
 
-use crate::alone;
 use crate::common::admin::{AdminClient, MODEL, TOKEN};
 
 #[tokio::test]
 async fn every_change_is_logged_without_the_token() {
-    let _alone = alone().await;
+    alone!();
     let log = Log::default();
     let subscriber = tracing_subscriber::fmt().with_writer(log.clone()).json().finish();
     // The test has one thread, and all tasks of the gateway run on it.

@@ -5,7 +5,6 @@ use std::time::Duration;
 use pointsman_gateway::app::Gateway;
 use pointsman_gateway::net::listener::Drained;
 
-use crate::alone;
 use crate::common::proxy::{self, Act, EVENT, Scripted, chunk, chunked_head, gateway, stream_end, until};
 use crate::faults::{Client, DONE, metric, router, settings};
 
@@ -27,7 +26,7 @@ fn steps() -> Vec<Act> {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn streams_open_at_the_deadline_are_cut_off_and_counted() {
-    let _alone = alone().await;
+    alone!();
     let worker = Scripted::responding_with(steps()).await;
     let gateway = gateway(settings(&[worker.url()])).await;
     let router = router(&gateway);

@@ -8,7 +8,6 @@ use pointsman::Outcome;
 use pointsman_gateway::app::Gateway;
 use tokio::net::TcpSocket;
 
-use crate::alone;
 use crate::common::proxy::{
     Act, Answer, EVENT, FINE, FINE_JSON, Scripted, chunk, chunked_head, eventually, full_response, gateway, receive,
     request, send, stream, stream_end, until, write,
@@ -67,7 +66,7 @@ fn served() -> String {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn failures_count_if_another_worker_serves_the_request() {
-    let _alone = alone().await;
+    alone!();
     for status in ["401 Who", "403 No", "404 None"] {
         counts(vec![full_response(status, "{}")], Outcome::Misconfigured).await;
     }
@@ -93,7 +92,7 @@ async fn failures_count_if_another_worker_serves_the_request() {
 /// A repetition would repeat all attempts; a rate limit ends, and an absent worker has done no work.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn clients_are_kept_from_repeating_work() {
-    let _alone = alone().await;
+    alone!();
     let html = write("HTTP/1.1 200 OK\r\ncontent-type: text/html\r\ncontent-length: 2\r\n\r\nhi");
     let own = "HTTP/1.1 503 Busy\r\nretry-after: 7\r\ncontent-length: 0\r\n\r\n";
     for (steps, status, should_retry, retry_after) in [
@@ -116,7 +115,7 @@ async fn clients_are_kept_from_repeating_work() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_error_event_that_no_worker_avoids_is_a_response() {
-    let _alone = alone().await;
+    alone!();
     let busy = "data: {\"error\":{\"message\":\"dead\",\"type\":\"overloaded_error\"}}\n\n";
     for (event, status) in ERROR_EVENTS.map(|event| (event, 500)).into_iter().chain([(busy, 503)]) {
         let (workers, gateway) = fleet(&[stream(&[ROLE, event]), stream(&[event])]).await;
@@ -131,7 +130,7 @@ async fn an_error_event_that_no_worker_avoids_is_a_response() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_error_event_of_the_request_itself_is_forwarded() {
-    let _alone = alone().await;
+    alone!();
     for event in [
         "data: {\"error\":{\"message\":\"long\",\"type\":\"BadRequestError\",\"code\":400}}\n\n",
         "data: {\"error\":{\"message\":\"long\",\"code\":\"context_length_exceeded\"}}\n\n",
@@ -155,7 +154,7 @@ async fn an_error_event_of_the_request_itself_is_forwarded() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_error_event_after_the_first_token_has_an_outcome() {
-    let _alone = alone().await;
+    alone!();
     for event in ERROR_EVENTS {
         let steps = vec![chunked_head(), chunk(EVENT), Act::Wait, chunk(event), chunk(DONE), stream_end()];
         let (workers, gateway) = fleet(&[steps]).await;
@@ -177,7 +176,7 @@ async fn an_error_event_after_the_first_token_has_an_outcome() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn not_found_at_two_workers_is_a_client_error() {
-    let _alone = alone().await;
+    alone!();
     let (order, mut workers) = (Arc::new(AtomicUsize::new(0)), Vec::new());
     for _ in 0..3 {
         let order = Arc::clone(&order);
@@ -195,7 +194,7 @@ async fn not_found_at_two_workers_is_a_client_error() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_late_first_token_is_retried_once() {
-    let _alone = alone().await;
+    alone!();
     let mut workers = Vec::new();
     for _ in 0..3 {
         workers.push(Scripted::responding_with(vec![chunked_head(), chunk(ROLE), Act::Hang]).await);
@@ -214,7 +213,7 @@ async fn a_late_first_token_is_retried_once() {
 /// A retry that finds no other rank counts for no request.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_retry_without_another_worker_returns_to_the_budget() {
-    let _alone = alone().await;
+    alone!();
     let worker = Scripted::responding_with(vec![full_response("500 Oops", "{}")]).await;
     let mut settings = settings(&[worker.url()]);
     settings.gateway.retry_share_max = 0.0; // ten retries in any ten seconds
@@ -230,7 +229,7 @@ async fn a_retry_without_another_worker_returns_to_the_budget() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_retry_that_times_out_in_the_queue_is_not_queued_again() {
-    let _alone = alone().await;
+    alone!();
     let busy = Scripted::responding_with(vec![Act::Wait, full_response("200 OK", FINE)]).await;
     let fails = Scripted::responding_with(vec![Act::Reset]).await;
     let mut settings = settings(&[busy.url(), fails.url()]);
@@ -250,7 +249,7 @@ async fn a_retry_that_times_out_in_the_queue_is_not_queued_again() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_retry_has_the_rest_of_the_deadline() {
     const DEADLINE: Duration = Duration::from_secs(3);
-    let _alone = alone().await;
+    alone!();
     let fails = Scripted::responding_with(vec![Act::Wait, Act::Reset]).await;
     let idle = Scripted::responding_with(vec![full_response("200 OK", FINE)]).await;
     let gateway = gateway(settings(&[fails.url(), idle.url()])).await;
@@ -267,7 +266,7 @@ async fn a_retry_has_the_rest_of_the_deadline() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_refused_connection_counts_against_every_rank_of_its_worker() {
-    let _alone = alone().await;
+    alone!();
     let absent = TcpSocket::new_v4().expect("a socket"); // bound, which reserves the port, but not listening
     absent.bind("127.0.0.1:0".parse().expect("an address")).expect("a port");
     let good = Scripted::responding_with(vec![full_response("200 OK", FINE)]).await;
@@ -288,7 +287,7 @@ async fn a_refused_connection_counts_against_every_rank_of_its_worker() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_retry_after_silence_avoids_every_rank_of_the_worker() {
-    let _alone = alone().await;
+    alone!();
     let fails = Scripted::responding_with(vec![Act::Reset]).await;
     let good = Scripted::responding_with(vec![full_response("200 OK", FINE)]).await;
     let mut settings = settings(&[fails.url(), good.url()]);
@@ -302,7 +301,7 @@ async fn a_retry_after_silence_avoids_every_rank_of_the_worker() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn each_event_restarts_the_idle_timeout() {
     const IDLE_MAX: Duration = Duration::from_secs(3);
-    let _alone = alone().await;
+    alone!();
     let paused = (0..5).flat_map(|_| [Act::Wait, chunk(EVENT)]).collect();
     let steps = [vec![chunked_head(), chunk(EVENT)], paused, vec![Act::Wait, chunk(DONE), stream_end()]];
     let worker = Scripted::responding_with(steps.concat()).await;
@@ -325,7 +324,7 @@ async fn each_event_restarts_the_idle_timeout() {
 /// The first request hangs and the same rank serves the second, so the rank works.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn late_unstreamed_responses_do_not_count_if_the_rank_serves_others() {
-    let _alone = alone().await;
+    alone!();
     let worker =
         Scripted::with(
             Vec::new(),
@@ -349,7 +348,7 @@ async fn late_unstreamed_responses_do_not_count_if_the_rank_serves_others() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_stream_without_its_end_mark_is_cut_off() {
-    let _alone = alone().await;
+    alone!();
     let more = "data: {\"choices\":[{\"text\":\"b\"}]}\n\n";
     let length = EVENT.len() + more.len();
     let known =

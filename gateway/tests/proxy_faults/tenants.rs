@@ -5,7 +5,6 @@ use pointsman::config::SessionAffinity;
 use pointsman_gateway::app::Gateway;
 use pointsman_gateway::settings::{Settings, TenantSettings};
 
-use crate::alone;
 use crate::common::directory::Directory;
 use crate::common::proxy::{
     Act, Answer, FINE, FINE_JSON, Got, Scripted, eventually, full_response, gateway, get, request, until,
@@ -31,7 +30,7 @@ async fn ask(gateway: &Gateway, headers: &str, body: &str) -> Answer {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn requests_without_a_valid_key_reach_no_worker() {
-    let _alone = alone().await;
+    alone!();
     let (worker, files) = (Scripted::responding_with(vec![full_response("200 OK", FINE_JSON)]).await, Directory::new());
     let gateway = gateway(with_tenants(settings(&[worker.url()]), &files)).await;
     let (first, second) = (KEYS[0], KEYS[1]);
@@ -71,7 +70,7 @@ async fn requests_without_a_valid_key_reach_no_worker() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn tenants_cannot_produce_salts_of_others() {
-    let _alone = alone().await;
+    alone!();
     let (worker, files) = (Scripted::responding_with(vec![full_response("200 OK", FINE_JSON)]).await, Directory::new());
     let gateway = gateway(with_tenants(settings(&[worker.url()]), &files)).await;
     let salt_of = async |key: &str, body: &str| {
@@ -110,7 +109,7 @@ async fn tenants_cannot_produce_salts_of_others() {
 /// alternate. Deadlines on acme's requests change nothing, because acme has no right to a priority.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn tenants_alternate_in_the_queue_regardless_of_deadlines() {
-    let _alone = alone().await;
+    alone!();
     for deadline in ["", "x-pointsman-deadline-ms: 3600000\r\n"] {
         let (worker, files) =
             (Scripted::responding_with(vec![Act::Wait, full_response("200 OK", FINE)]).await, Directory::new());
@@ -148,7 +147,7 @@ async fn tenants_alternate_in_the_queue_regardless_of_deadlines() {
 /// Each worker keeps the sessions that it receives first, in round-robin order.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn equal_session_ids_of_two_tenants_are_two_sessions() {
-    let _alone = alone().await;
+    alone!();
     let answer = || Scripted::responding_with(vec![full_response("200 OK", FINE_JSON)]);
     let (workers, files) = ([answer().await, answer().await], Directory::new());
     let mut settings = with_tenants(settings(&workers.each_ref().map(Scripted::url)), &files);
@@ -172,7 +171,7 @@ async fn equal_session_ids_of_two_tenants_are_two_sessions() {
 /// One worker serves one request at a time. Requests of a tenant without a priority are served in order of arrival.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_tenant_without_priority_cannot_reorder_its_requests() {
-    let _alone = alone().await;
+    alone!();
     let (worker, files) =
         (Scripted::responding_with(vec![Act::Wait, full_response("200 OK", FINE)]).await, Directory::new());
     let mut settings = with_tenants(settings(&[worker.url()]), &files);

@@ -3,7 +3,6 @@
 use pointsman_gateway::settings::TokenSourceChoice;
 use tokio::io::AsyncWriteExt as _;
 
-use crate::alone;
 use crate::common::proxy::{
     Act, EVENT, FINE, Scripted, chunk, chunked_head, eventually, full_response, gateway, request, send, stream_end,
     until,
@@ -37,7 +36,7 @@ const CLIENT_GONE: &str = "pointsman_gateway_client_gone_total";
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn clients_may_disconnect_at_every_frame() {
-    let _alone = alone().await;
+    alone!();
     let worker = Scripted::responding_with(gated()).await;
     let gateway = gateway(settings(&[worker.url()])).await;
     let gone = metric(&gateway, CLIENT_GONE, &[]).await;
@@ -70,7 +69,7 @@ async fn clients_may_disconnect_at_every_frame() {
 /// the worse error.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_half_closed_client_counts_as_disconnected() {
-    let _alone = alone().await;
+    alone!();
     let worker = Scripted::responding_with(gated()).await;
     let gateway = gateway(settings(&[worker.url()])).await;
     for steps in [0, 3] {
@@ -90,7 +89,7 @@ async fn a_half_closed_client_counts_as_disconnected() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_client_that_reads_nothing_times_out() {
-    let _alone = alone().await;
+    alone!();
     let worker = Scripted::responding_with(vec![chunked_head(), chunk(EVENT), endless()]).await;
     let mut settings = settings(&[worker.url()]);
     settings.gateway.idle_timeout_ms = 300;
@@ -104,7 +103,7 @@ async fn a_client_that_reads_nothing_times_out() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn clients_may_disconnect_while_queued() {
-    let _alone = alone().await;
+    alone!();
     let worker = Scripted::responding_with(vec![Act::Wait, full_response("200 OK", FINE)]).await;
     let mut settings = settings(&[worker.url()]);
     settings.models[0].router.queue.threshold = Some(0.0);
@@ -132,7 +131,7 @@ async fn clients_may_disconnect_while_queued() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn requests_queue_for_engines_without_stated_capacity() {
     const CLIENTS: usize = 12;
-    let _alone = alone().await;
+    alone!();
     // Streams report their first token. The load of a prefill without a report falls with time.
     let answer = || Scripted::responding_with(vec![Act::Wait, full_response("200 OK", FINE)]);
     let workers = [answer().await, answer().await];
@@ -167,7 +166,7 @@ async fn requests_queue_for_engines_without_stated_capacity() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn clients_may_disconnect_during_tokenization() {
-    let _alone = alone().await;
+    alone!();
     let worker = Scripted::with(Vec::new(), |_, got| {
         if got.head.starts_with("POST /tokenize ") { vec![Act::Hang] } else { vec![full_response("200 OK", FINE)] }
     })
@@ -191,7 +190,7 @@ async fn clients_may_disconnect_during_tokenization() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn clients_may_disconnect_within_their_request() {
-    let _alone = alone().await;
+    alone!();
     let worker = Scripted::responding_with(vec![full_response("200 OK", FINE)]).await;
     let gateway = gateway(settings(&[worker.url()])).await;
     let whole = kept_request();

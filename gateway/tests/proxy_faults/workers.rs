@@ -6,7 +6,6 @@ use pointsman::Outcome;
 use tokio::task::{JoinSet, LocalSet};
 use tokio::time::Instant;
 
-use crate::alone;
 use crate::common::proxy::{
     Act, Answer, EVENT, FINE, PATIENCE, Scripted, chunk, chunked_head, full_response, gateway, until, write,
 };
@@ -201,7 +200,7 @@ async fn expect_error_from_all_workers(fault: Fault, first_byte_timeout_ms: u64)
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn failures_before_the_first_byte_are_retried_then_reported() {
-    let _alone = alone().await;
+    alone!();
     let none = gateway(settings(&[])).await;
     let timeout_ms = u64::try_from(PATIENCE.as_millis()).expect("a minute");
     for fault in broken() {
@@ -216,7 +215,7 @@ async fn failures_before_the_first_byte_are_retried_then_reported() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn timeouts_before_the_first_byte_are_retried_then_reported() {
-    let _alone = alone().await;
+    alone!();
     let none = gateway(settings(&[])).await;
     let before = metric(&none, RETRIES, &["reason=\"timeout\""]).await;
     let all_at_once = async {
@@ -240,7 +239,7 @@ async fn timeouts_before_the_first_byte_are_retried_then_reported() {
 /// other response.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn other_responses_are_forwarded_without_outcome() {
-    let _alone = alone().await;
+    alone!();
     let head = "content-type: text/event-stream\r\n";
     let evil_body = FINE.replace("fine", "evil");
     let (length, chunk) = (FINE.len(), format!("{:x}", FINE.len()));
@@ -326,7 +325,7 @@ async fn cut(begins: Vec<Act>, ends: Act, expected: &str, outcome: Outcome) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn streams_are_cut_off_at_the_failing_chunk() {
-    let _alone = alone().await;
+    alone!();
     for chunks in 1..=2 {
         let frames: Vec<_> = (0..chunks).map(|n| format!("data: {{\"n\":{n}}}\n\n")).collect();
         let begins = || std::iter::once(chunked_head()).chain(frames.iter().map(chunk)).collect::<Vec<_>>();
@@ -340,7 +339,7 @@ async fn streams_are_cut_off_at_the_failing_chunk() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn responses_of_known_length_are_cut_off_at_the_failing_byte() {
-    let _alone = alone().await;
+    alone!();
     for more in ["", "d", "data: [DONE"] {
         let expected = &*[EVENT, more].concat();
         for (ends, outcome) in
@@ -355,7 +354,7 @@ async fn responses_of_known_length_are_cut_off_at_the_failing_byte() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn closed_kept_connections_take_no_retry() {
     const REQUESTS: usize = 30;
-    let _alone = alone().await;
+    alone!();
     for ends in [Act::Reset, Act::Close] {
         let closing = || {
             let ends = ends.clone();
@@ -384,7 +383,7 @@ async fn closed_kept_connections_take_no_retry() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_request_outlasts_several_closed_connections() {
     const PER_CORE: usize = 4;
-    let _alone = alone().await;
+    alone!();
     let count = PER_CORE * std::thread::available_parallelism().map_or(1, usize::from);
     let worker = Scripted::with(Vec::new(), move |n, _| {
         let served = full_response("200 OK", FINE);
@@ -422,7 +421,7 @@ async fn a_request_outlasts_several_closed_connections() {
 /// An engine that has worked on the request has failed, although its connection was kept.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_kept_connection_that_ends_late_counts_as_a_failure() {
-    let _alone = alone().await;
+    alone!();
     let worker = Scripted::with(Vec::new(), |n, _| match n {
         0 => vec![full_response("200 OK", FINE)],
         _ => vec![Act::Wait, Act::Reset],
@@ -453,7 +452,7 @@ async fn a_kept_connection_that_ends_late_counts_as_a_failure() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn retries_stay_within_budget_in_an_outage() {
     const REQUESTS: usize = 200;
-    let _alone = alone().await;
+    alone!();
     let dead = || Scripted::with(vec![Act::Reset], |_, _| Vec::new());
     let workers = [dead().await, dead().await, dead().await];
     let gateway = gateway(settings(&workers.each_ref().map(Scripted::url))).await;

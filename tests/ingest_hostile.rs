@@ -12,6 +12,7 @@ use pointsman::{KvSourceStatus, Prompt, RouteRequest, Router, StreamState};
 use pointsman_trial::kv_events::Dialect;
 use tokio::time::Instant;
 
+use crate::ALLOCATOR;
 use crate::common::counters::Counters;
 use crate::common::{BLOCK_SIZE, config, stored, tokens};
 use crate::engines::{Engine, Held, engine_at, held, held_in, source};
@@ -21,7 +22,6 @@ use crate::peak::{Peak, live_bytes};
 use crate::zmtp::{
     TOPIC, batch, frame, greeting, greeting_of, handshake, header, live_message, message, ready, replay_message,
 };
-use crate::{ALLOCATOR, alone};
 
 /// Panics of the whole process.
 static PANICS: AtomicUsize = AtomicUsize::new(0);
@@ -401,10 +401,9 @@ impl<'a> Fleet<'a> {
     }
 }
 
-/// Runs a scenario on this thread under the lock, with a separate metrics recorder, and counts every panic of the
+/// Runs a scenario on this thread with a separate metrics recorder, and counts every panic of the
 /// process.
 fn run(scenario: impl AsyncFnOnce(Fleet<'_>)) {
-    let _alone = alone();
     let report = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
         PANICS.fetch_add(1, Ordering::Relaxed);
@@ -418,6 +417,7 @@ fn run(scenario: impl AsyncFnOnce(Fleet<'_>)) {
 
 #[test]
 fn hostile_engines_do_not_affect_others() {
+    alone!();
     run(async |mut fleet| {
         let cases = hostile_cases();
         let peak = Peak::watch();
@@ -439,6 +439,7 @@ fn hostile_engines_do_not_affect_others() {
 
 #[test]
 fn connections_may_end_anywhere() {
+    alone!();
     run(async |mut fleet| {
         let nothing = empty_batch(1.0);
         let exchange = [handshake("PUB"), live_message(0, &nothing), live_message(1, &nothing)].concat();

@@ -5,7 +5,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use super::scene::{BODY_BYTES_MAX, MIB, Scene, head, repeated};
-use crate::alone;
 use crate::common::proxy::{self, Act, Scripted, gateway, until};
 use crate::faults::{Client, expect_idle, settings};
 
@@ -13,7 +12,7 @@ use crate::faults::{Client, expect_idle, settings};
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn slow_clients_use_little_memory_and_time_out() {
     const CROWD: usize = 300;
-    let _alone = alone().await;
+    alone!();
     let scene = Scene::set().await;
     scene.peak.reset();
     let announced = head(&format!("content-length: {BODY_BYTES_MAX}\r\n")) + "{\"model\"";
@@ -41,7 +40,7 @@ async fn slow_clients_use_little_memory_and_time_out() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn clients_that_read_nothing_use_little_memory() {
     const CROWD: usize = 20;
-    let _alone = alone().await;
+    alone!();
     let scene = Scene::set().await;
     let chunk = [b"10000\r\n".as_slice(), &[b'x'; 0x10000], b"\r\n"].concat();
     let event = proxy::chunk(proxy::EVENT);
@@ -72,7 +71,7 @@ async fn clients_that_read_nothing_use_little_memory() {
 /// A client sends its head byte by byte. The head timeout is absolute: received bytes do not extend it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn trickled_heads_time_out() {
-    let _alone = alone().await;
+    alone!();
     let scene = Scene::set().await;
     let client = Client::connect(scene.gateway.address()).await;
     let (mut reads, mut writes) = client.stream.into_split();

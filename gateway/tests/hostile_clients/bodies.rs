@@ -1,7 +1,6 @@
 //! Request bodies that are malformed, too long, or valid but large.
 
 use super::scene::{BODY_BYTES_MAX, CASE_BYTES_MAX, Scene, head, repeated};
-use crate::alone;
 use crate::common::proxy::FINE_JSON;
 use crate::faults::Client;
 
@@ -72,7 +71,7 @@ fn bodies() -> Vec<(&'static str, Vec<u8>, u16, &'static str)> {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn invalid_bodies_are_rejected_with_a_reason() {
-    let _alone = alone().await;
+    alone!();
     let scene = Scene::set().await;
     for (name, body, status, code) in bodies() {
         scene.peak.reset();
@@ -89,7 +88,7 @@ async fn invalid_bodies_are_rejected_with_a_reason() {
 /// A client that sends its whole body before it reads still receives the 413 response. An endless body is cut off.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn long_bodies_are_rejected() {
-    let _alone = alone().await;
+    alone!();
     let scene = Scene::set().await;
     let long = " ".repeat(BODY_BYTES_MAX + BODY_BYTES_MAX / 2);
     let announced = head(&format!("content-length: {}\r\n", long.len())) + &long;
@@ -116,7 +115,7 @@ async fn long_bodies_are_rejected() {
 /// Large and unusual but valid bodies pass.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn large_valid_bodies_use_bounded_memory() {
-    let _alone = alone().await;
+    alone!();
     let scene = Scene::set().await;
     let fields: String = (0..100_000).map(|n| format!("\"x{n}\":{n},")).collect();
     let cases = [

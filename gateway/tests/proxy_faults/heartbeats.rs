@@ -7,7 +7,6 @@ use pointsman_gateway::app::Gateway;
 use pointsman_gateway::settings::{MessagesMode, Settings};
 use serde_json::Value as Json;
 
-use crate::alone;
 use crate::common::proxy::{
     Act, Answer, EVENT, FINE, Scripted, chunk, chunked_head, full_response, gateway, send, stream_end, until, write,
 };
@@ -45,7 +44,7 @@ fn has_beats(count: usize) -> impl Fn(&Answer) -> bool {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_long_prefill_is_bridged_by_heartbeats() {
-    let _alone = alone().await;
+    alone!();
     for begins in [vec![], vec![chunked_head()], vec![chunked_head(), chunk(ROLE)]] {
         let role = if begins.len() == 2 { ROLE } else { "" };
         let head = if begins.is_empty() { vec![chunked_head()] } else { vec![] };
@@ -68,7 +67,7 @@ async fn a_long_prefill_is_bridged_by_heartbeats() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_request_is_retried_after_heartbeats() {
-    let _alone = alone().await;
+    alone!();
     let died = "data: {\"error\":{\"message\":\"dead\"}}\n\n";
     let failures: [(Vec<Act>, Outcome); 3] = [
         (vec![full_response("500 Oops", "{}")], Outcome::ServerError),
@@ -102,7 +101,7 @@ fn data_of(events: &str, name: &str) -> Json {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_error_after_the_head_is_the_last_event_of_the_dialect() {
-    let _alone = alone().await;
+    alone!();
     let worker = Scripted::responding_with(vec![Act::Wait, full_response("500 Oops", "{\"error\":\"dead\"}")]).await;
     for (path, mode, beat) in [
         ("/v1/completions", MessagesMode::Pass, BEAT),
@@ -146,7 +145,7 @@ async fn an_error_after_the_head_is_the_last_event_of_the_dialect() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_queued_request_has_heartbeats() {
-    let _alone = alone().await;
+    alone!();
     let worker = Scripted::responding_with(vec![Act::Wait, full_response("200 OK", FINE)]).await;
     for times_out in [false, true] {
         let mut settings = soon(&[&worker]);
@@ -177,7 +176,7 @@ async fn a_queued_request_has_heartbeats() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_client_that_leaves_during_heartbeats_ends_the_attempt() {
-    let _alone = alone().await;
+    alone!();
     let worker = Scripted::responding_with(vec![Act::Hang]).await;
     let gateway = gateway(soon(&[&worker])).await;
     let gone = metric(&gateway, "pointsman_gateway_client_gone_total", &[]).await;
@@ -194,7 +193,7 @@ async fn a_client_that_leaves_during_heartbeats_ends_the_attempt() {
 /// With the default of five seconds, the gateway sends no heartbeat of its own.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn heartbeats_of_an_engine_pass_at_once() {
-    let _alone = alone().await;
+    alone!();
     let ping = PING.replace('\n', "\r\n");
     for (first, second) in [(ENGINE_BEAT, ENGINE_BEAT), (ping.as_str(), ":\n"), (PING, "data: {\"type\":\"ping\"}\n\n")]
     {
@@ -232,7 +231,7 @@ async fn heartbeats_of_an_engine_pass_at_once() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn heartbeats_of_an_engine_extend_the_time_up_to_a_limit() {
     const FIRST_BYTE_MAX: Duration = Duration::from_secs(3);
-    let _alone = alone().await;
+    alone!();
     let beats = (0..5).flat_map(|_| [Act::Wait, chunk(ENGINE_BEAT)]).collect();
     let steps = [vec![chunked_head()], beats, vec![chunk(FINE), stream_end()]].concat();
     let endless = chunked_head();
@@ -267,7 +266,7 @@ async fn heartbeats_of_an_engine_extend_the_time_up_to_a_limit() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_stream_that_begins_in_time_passes_unchanged() {
-    let _alone = alone().await;
+    alone!();
     let text = [ENGINE_BEAT, ROLE, ENGINE_BEAT, PING, EVENT, ENGINE_BEAT, DONE].concat();
     let known = full_response("200 OK", &text.replace(": of", "data:\n: of"));
     let own = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncache-control: no-store\r\n\
@@ -292,7 +291,7 @@ async fn a_stream_that_begins_in_time_passes_unchanged() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn other_requests_have_no_heartbeats() {
-    let _alone = alone().await;
+    alone!();
     let worker = Scripted::responding_with(vec![Act::Wait, full_response("500 Oops", "{}")]).await;
     let gateway = gateway(soon(&[&worker])).await;
     let whole = body().replace("true", "false");

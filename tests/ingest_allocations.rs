@@ -9,14 +9,14 @@ use pointsman::{
 };
 use stats_alloc::Region;
 
-use crate::{ALLOCATOR, alone};
+use crate::ALLOCATOR;
 
 const ROUNDS: u64 = 8;
 const MESSAGES: u64 = 4_096;
 
 #[test]
 fn an_in_order_message_allocates_nothing() {
-    let _alone = alone();
+    alone!();
     let batch = AppliedBatch { events: 1, usable: 1, stored_blocks: 4, ..AppliedBatch::default() };
     let mut now = Timestamp::default();
     let mut source = Source::new(SourceConfig::default(), now);

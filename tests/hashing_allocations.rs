@@ -6,11 +6,11 @@ use pointsman::hashing::HashScheme;
 use pointsman::internals::hashing::{BlockHasher, MmBlocks, sequence_hashes};
 use stats_alloc::Region;
 
-use crate::{ALLOCATOR, alone};
+use crate::ALLOCATOR;
 
 #[test]
 fn a_prompt_costs_one_allocation_an_array() {
-    let _alone = alone();
+    alone!();
     let tokens: Vec<u32> = (0..12_000).collect();
     let hasher = BlockHasher::new(HashScheme::new(NonZeroU32::new(64).expect("not zero")));
     let mm = MmBlocks::listed([[1, 2]]);

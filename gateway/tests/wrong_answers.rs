@@ -11,7 +11,6 @@ use pointsman_trial::mock::{MockConfig, MockEngine};
 use serde_json::json;
 use tokio::sync::Semaphore;
 
-use crate::alone;
 use crate::common::proxy::{
     Act, Answer, EVENT, Scripted, chunk, chunked_head, full_response, gateway, request, stream_end, worker, write,
 };
@@ -135,7 +134,7 @@ async fn both(name: &str, bad: Vec<Act>, outcome: &str) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_refusing_worker_receives_at_most_its_share() {
-    let _alone = alone().await;
+    alone!();
     let error = r#"{"error":{"message":"no"}}"#;
     both("503", vec![full_response("503 Busy", error)], "refused").await;
     both("429", vec![full_response("429 Busy", error)], "refused").await;
@@ -146,7 +145,7 @@ async fn a_refusing_worker_receives_at_most_its_share() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_worker_with_invalid_responses_receives_at_most_its_share() {
-    let _alone = alone().await;
+    alone!();
     let html = "HTTP/1.1 200 OK\r\ncontent-type: text/html\r\ncontent-length: 13\r\n\r\n<html></html>";
     both("200, HTML", vec![write(html)], "invalid_answer").await;
     let garbage = vec![chunked_head(), chunk("data: garbage\n\n"), chunk(DONE), stream_end()];

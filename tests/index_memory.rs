@@ -10,7 +10,7 @@ use pointsman::protocol::{
 use pointsman::test_support::mix;
 use stats_alloc::Region;
 
-use crate::{ALLOCATOR, alone};
+use crate::ALLOCATOR;
 
 const RANKS: u64 = 8;
 
@@ -36,7 +36,7 @@ fn agrees(index: &Index, region: &Region<'_, System>, when: &str) {
 
 #[test]
 fn reported_bytes_match_a_counting_allocator() {
-    let _alone = alone();
+    alone!();
     let region = Region::new(ALLOCATOR);
     let mut index = Index::new();
     for slot in 0..RANKS {
@@ -87,7 +87,7 @@ fn reported_bytes_match_a_counting_allocator() {
 #[test]
 fn a_budget_limits_the_bytes_of_a_counting_allocator() {
     const BUDGET: u64 = 2 << 20;
-    let _alone = alone();
+    alone!();
     let region = Region::new(ALLOCATOR);
     let mut index = Index::new();
     for slot in 0..RANKS {
@@ -123,7 +123,7 @@ fn a_budget_limits_the_bytes_of_a_counting_allocator() {
 /// removed entries would exceed this limit.
 #[test]
 fn long_churn_does_not_grow_a_full_cache() {
-    let _alone = alone();
+    alone!();
     let mut index = Index::new();
     let rank = WorkerRank::new(WorkerId(0), 0);
     assert!(index.register(rank, Slot(0), Generation(1)));

@@ -4,7 +4,6 @@ use std::sync::{Arc, Mutex};
 
 use proptest::test_runner::{Config, TestRunner};
 
-use crate::alone;
 use crate::common::proxy::{self, Act, EVENT, Scripted, chunk, chunked_head, gateway, request, stream_end, write};
 use crate::faults::{Client, DONE, PATH, expect_idle, settings};
 
@@ -146,10 +145,10 @@ fn odd_body(tape: &[u8], (field, prompts): (&str, &[&str])) -> String {
 /// The worker echoes the request body as its response, so the received bytes have passed in both directions.
 #[test]
 fn unusual_bodies_are_forwarded_unchanged_in_both_directions() {
+    alone!();
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("a runtime");
-    let (_turn, worker, gateway) = runtime.block_on(async {
-        let alone = alone().await;
+    let (worker, gateway) = runtime.block_on(async {
         let echo = |_: usize, got: &proxy::Got| {
             vec![
                 write(format!(
@@ -161,7 +160,7 @@ fn unusual_bodies_are_forwarded_unchanged_in_both_directions() {
         };
         let worker = Scripted::with(Vec::new(), echo).await;
         let gateway = gateway(settings(&[worker.url()])).await;
-        (alone, worker, gateway)
+        (worker, gateway)
     });
     let tapes = proptest::collection::vec(proptest::num::u8::ANY, 0..600);
     let config = Config { cases: 128, failure_persistence: None, ..Config::default() };
@@ -200,15 +199,15 @@ const EVENTS: [&str; 12] = [
 /// The worker sends each stream in pieces of 1 to 64 bytes.
 #[test]
 fn unusual_streams_are_forwarded_unchanged() {
+    alone!();
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("a runtime");
     let steps = Arc::new(Mutex::new(Vec::new()));
-    let (_turn, _worker, gateway) = runtime.block_on(async {
-        let alone = alone().await;
+    let (_worker, gateway) = runtime.block_on(async {
         let script = Arc::clone(&steps);
         let worker = Scripted::start(move |_| script.lock().expect("lock not poisoned").clone()).await;
         let gateway = gateway(settings(&[worker.url()])).await;
-        (alone, worker, gateway)
+        (worker, gateway)
     });
     let (events, cuts) =
         (proptest::collection::vec(0..EVENTS.len(), 0..20), proptest::collection::vec(1..=64_usize, 1..40));
@@ -249,7 +248,7 @@ fn pieces() -> Vec<Vec<u8>> {
 /// The worker sends a part only after the client has received all earlier ones.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn each_piece_is_forwarded_before_the_next_arrives() {
-    let _alone = alone().await;
+    alone!();
     let pieces = pieces();
     let length = pieces.iter().map(Vec::len).sum::<usize>();
     let chunks = pieces.iter().map(chunk).collect::<Vec<_>>();
@@ -280,7 +279,7 @@ async fn each_piece_is_forwarded_before_the_next_arrives() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_compressed_body_passes_unread() {
-    let _alone = alone().await;
+    alone!();
     let head =
         "HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-encoding: gzip\r\ncontent-length: 4\r\n\r\n";
     let body = [0x1f, 0x8b, 0x08, 0x00];

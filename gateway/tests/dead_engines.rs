@@ -15,7 +15,6 @@ use pointsman_trial::mock::{MockConfig, MockEngine};
 use serde_json::json;
 use tokio::task::JoinSet;
 
-use crate::alone;
 use crate::common::proxy::{self, eventually, get, post, request, settings, worker};
 
 /// Concurrent clients.
@@ -125,7 +124,7 @@ async fn until_ready(gateway: &Gateway, status: u16) -> String {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn requests_succeed_with_one_engine_of_four() {
-    let _alone = alone().await;
+    alone!();
     let mut engines = engines().await;
     let gateway = Arc::new(proxy::gateway(before(&engines, RouterConfig::default())).await);
     assert_eq!(load(&gateway, 2).await, 0);
@@ -166,7 +165,7 @@ async fn requests_succeed_with_one_engine_of_four() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn probes_alone_change_readiness() {
-    let _alone = alone().await;
+    alone!();
     let mut engines = engines().await;
     let router = RouterConfig {
         health: HealthConfig { probe_interval_ms: 20, ..HealthConfig::default() },
@@ -190,7 +189,7 @@ async fn probes_alone_change_readiness() {
 
 #[tokio::test]
 async fn a_failed_router_ends_liveness() {
-    let _alone = alone().await;
+    alone!();
     let engines = engines().await;
     let gateway = proxy::gateway(before(&engines, RouterConfig::default())).await;
     assert_eq!(get(&gateway, "/live").await.status, 200);

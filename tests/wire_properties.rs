@@ -12,9 +12,9 @@ use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 use stats_alloc::Region;
 
+use crate::ALLOCATOR;
 use crate::effort::effort;
 use crate::msgpack::{Msg, batch};
-use crate::{ALLOCATOR, alone};
 
 const RANK: WorkerRank = WorkerRank::new(WorkerId(1), 0);
 const BLOCK_SIZE: usize = 4;
@@ -382,10 +382,9 @@ fn decode_counted(payload: &[u8]) -> (Vec<RouterEvent>, Report) {
     decoded
 }
 
-/// Checks a property for this many cases. The lock also covers the generation of the cases.
+/// Checks a property for this many cases.
 fn check<S: Strategy>(cases: u32, strategy: S, property: impl Fn(S::Value) -> Result<(), TestCaseError>) {
-    let _alone = alone();
-    let config = effort(cases, "tests/alone/wire_properties.proptest-regressions");
+    let config = effort(cases, "tests/wire_properties.proptest-regressions");
     if let Err(failure) = TestRunner::new(config).run(&strategy, property) {
         panic!("{failure}");
     }
@@ -393,6 +392,7 @@ fn check<S: Strategy>(cases: u32, strategy: S, property: impl Fn(S::Value) -> Re
 
 #[test]
 fn all_dialects_decode_to_equal_events() {
+    alone!();
     check(128, (writer(), proptest::collection::vec(op(), 1..40), 1..5_usize), |(writer, ops, batches)| {
         let (events, expected, in_namespaces) = written(writer, &ops);
         let mut decoder = decoder();
@@ -410,6 +410,7 @@ fn all_dialects_decode_to_equal_events() {
 
 #[test]
 fn truncated_batches_keep_complete_events() {
+    alone!();
     check(64, (writer(), proptest::collection::vec(op(), 1..8)), |(writer, ops)| {
         let (events, expected, _) = written(writer, &ops);
         let payload = batch(events);
@@ -425,6 +426,7 @@ fn truncated_batches_keep_complete_events() {
 
 #[test]
 fn events_beside_an_invalid_one_are_kept() {
+    alone!();
     check(256, (item(), any::<u64>()), |(odd, name)| {
         let ((first, first_event), (last, last_event)) = (neighbour(name), neighbour(7));
         let (events, report) = decode_counted(&batch([first, odd, last]));
@@ -437,6 +439,7 @@ fn events_beside_an_invalid_one_are_kept() {
 
 #[test]
 fn arbitrary_bytes_never_panic() {
+    alone!();
     let flips = proptest::collection::vec((any::<proptest::sample::Index>(), 0..8_u8), 1..6);
     let noise = proptest::collection::vec(any::<u8>(), 0..200);
     check(128, (writer(), proptest::collection::vec(op(), 1..8), flips, noise), |(writer, ops, flips, noise)| {
@@ -460,7 +463,7 @@ fn arbitrary_bytes_never_panic() {
 
 #[test]
 fn declared_lengths_reserve_no_memory() {
-    let _alone = alone();
+    alone!();
     const MOST: [u8; 4] = [0xff; 4];
     let endless = |marker: u8| Msg::Raw([&[marker][..], &MOST].concat());
     let stored = |at: usize, endless: Msg| {
@@ -487,7 +490,7 @@ fn declared_lengths_reserve_no_memory() {
 
 #[test]
 fn ten_million_hashes_cost_their_event_and_no_memory() {
-    let _alone = alone();
+    alone!();
     let many = |count: usize| Msg::Raw([&[0xdd][..], &(count as u32).to_be_bytes(), &vec![1; count]].concat());
     let (first, first_event) = neighbour(1);
     let (last, last_event) = neighbour(2);
@@ -507,7 +510,7 @@ fn ten_million_hashes_cost_their_event_and_no_memory() {
 
 #[test]
 fn memory_of_a_large_batch_is_released() {
-    let _alone = alone();
+    alone!();
     let mut decoder = decoder();
     let mut events = Vec::new();
     let region = Region::new(ALLOCATOR);
@@ -530,7 +533,7 @@ fn memory_of_a_large_batch_is_released() {
 
 #[test]
 fn nesting_of_any_depth_is_skipped() {
-    let _alone = alone();
+    alone!();
     let (first, first_event) = neighbour(1);
     let (last, last_event) = neighbour(2);
     for (depth, marker) in [(200_000, 0x91), (200_000, 0x81)] {

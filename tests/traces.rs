@@ -13,7 +13,6 @@ use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber};
 
-use crate::alone;
 use crate::common::{config, config_with, router, stored, tokens};
 
 /// Fields of one span or event, including its target.
@@ -72,7 +71,6 @@ impl Subscriber for Keeper {
 /// Runs a scenario on this thread. Returns its spans and its events about requests, without lifecycle events of
 /// workers.
 fn traced(level: Level, scenario: impl AsyncFnOnce()) -> (Vec<Seen>, Vec<Seen>) {
-    let _alone = alone();
     let (spans, events) = (Arc::default(), Arc::default());
     let keeper = Keeper { level, spans: Arc::clone(&spans), events: Arc::clone(&events) };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
@@ -85,6 +83,7 @@ fn traced(level: Level, scenario: impl AsyncFnOnce()) -> (Vec<Seen>, Vec<Seen>) 
 
 #[test]
 fn every_request_has_a_span_and_shows_hashes_never_tokens() {
+    alone!();
     let prompt = tokens(7, 20);
     let (spans, events) = traced(Level::DEBUG, async || {
         let router = router(config_with(|c| c.pool = "chat".to_owned()), 2).await;
@@ -124,6 +123,7 @@ fn every_request_has_a_span_and_shows_hashes_never_tokens() {
 
 #[test]
 fn disabled_spans_are_not_created() {
+    alone!();
     let (spans, events) = traced(Level::INFO, async || {
         let router = router(config(), 1).await;
         drop(router.route(RouteRequest::new("a", Prompt::Tokens(&tokens(1, 20)))).await.expect("placed"));
@@ -133,6 +133,7 @@ fn disabled_spans_are_not_created() {
 
 #[test]
 fn a_sampled_decision_is_one_event_with_its_record_as_json() {
+    alone!();
     let prompt = tokens(1, 20);
     let (_, events) = traced(Level::INFO, async || {
         let router = router(config_with(|c| c.decision_trace = 1.0), 3).await;

@@ -16,9 +16,9 @@ use pointsman::protocol::{EngineHash, KvEvent, RouterEvent, StorageTier, WorkerC
 use pointsman::test_support::{mix, rank};
 use pointsman::{AddRequest, Outcome, Placement, Prompt, RequestOptions, RouteRequest, Router, RouterConfig};
 
+use crate::ALLOCATOR;
 use crate::common::{assert_at_rest, config, stored, tokens, until};
 use crate::repetitions::repetitions;
-use crate::{ALLOCATOR, alone};
 
 /// Time between two requests.
 const GAP: Duration = Duration::from_secs(8);
@@ -195,7 +195,7 @@ fn live_bytes() -> i64 {
 
 #[test]
 fn live_bytes_are_flat_over_hours_of_churn() {
-    let _alone = alone();
+    alone!();
     let hours = repetitions("CHURN_HOURS", 4).max(WARM_UP_HOURS + 2);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build();
     runtime.expect("a runtime").block_on(async {

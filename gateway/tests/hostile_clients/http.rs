@@ -1,7 +1,6 @@
 //! Invalid HTTP, ambiguous requests (request smuggling), and headers that request internal functions.
 
 use super::scene::{BODY_BYTES_MAX, CASE_BYTES_MAX, MIB, Scene, head, repeated};
-use crate::alone;
 use crate::common::proxy::{FINE_JSON, request};
 use crate::faults::PATH;
 
@@ -71,7 +70,7 @@ fn invalid() -> Vec<(&'static str, Vec<u8>, Vec<u16>)> {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn invalid_http_is_rejected_without_smuggling() {
-    let _alone = alone().await;
+    alone!();
     let scene = Scene::set().await;
     let many: String = (0..1_001).map(|n| format!("x-{n}: 1\r\n")).collect();
     let chunked = head("transfer-encoding: chunked\r\n");
@@ -116,7 +115,7 @@ fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn invalid_http2_ends_its_connection() {
-    let _alone = alone().await;
+    alone!();
     let scene = Scene::set().await;
     let (data, headers, settings, push, continuation) = (0, 1, 4, 5, 9);
     let good = frame(settings, 0, 0, &[]);
@@ -159,7 +158,7 @@ async fn invalid_http2_ends_its_connection() {
 /// HTTP that the standard allows to accept: exactly one request passes.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn unusual_valid_http_is_one_request() {
-    let _alone = alone().await;
+    alone!();
     let scene = Scene::set().await;
     let body = r#"{"model":"mock","prompt":[7]}"#;
     let length = body.len();
@@ -243,7 +242,7 @@ Accept-Encoding
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn headers_select_neither_worker_nor_log_name() {
-    let _alone = alone().await;
+    alone!();
     let scene = Scene::set().await;
     let address = scene.gateway.address();
     let choosing: Vec<&str> = CHOOSING.split_whitespace().collect();

@@ -7,9 +7,9 @@ use proptest::sample::Index;
 use proptest::test_runner::TestRunner;
 use stats_alloc::Region;
 
+use crate::ALLOCATOR;
 use crate::effort::effort;
 use crate::recorded::{Recorded, configs, settings};
-use crate::{ALLOCATOR, alone};
 
 const DECISIONS: u64 = 30;
 
@@ -75,7 +75,7 @@ fn read(entries: &[u8], verifies: bool) {
 
 #[test]
 fn hostile_records_neither_panic_nor_exhaust_memory() {
-    let _alone = alone();
+    alone!();
     let mut segments = Vec::new();
     for (seed, config) in configs().iter().enumerate() {
         let mut recorded = Recorded::new(config);
@@ -83,7 +83,7 @@ fn hostile_records_neither_panic_nor_exhaust_memory() {
         segments.extend(recorded.segments);
     }
     let drawn = (any::<Index>(), changes(), any::<bool>());
-    let mut runner = TestRunner::new(effort(192, "tests/alone/record_hostile.proptest-regressions"));
+    let mut runner = TestRunner::new(effort(192, "tests/record_hostile.proptest-regressions"));
     let result = runner.run(&drawn, |(segment, changes, verifies)| {
         let entries = changed(&segments[segment.index(segments.len())], &changes);
         let region = Region::new(ALLOCATOR);

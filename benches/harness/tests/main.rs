@@ -1,0 +1,5 @@
+//! Integration tests of the harness, one module each.
+
+mod decisions;
+mod drift;
+mod load;
