@@ -288,7 +288,7 @@ fn prompts() -> impl Iterator<Item = Vec<u64>> {
 }
 
 proptest! {
-    #![proptest_config(effort(150, "tests/index_copies.proptest-regressions"))]
+    #![proptest_config(effort(75, "tests/index_copies.proptest-regressions"))]
 
     /// A copy of a prompt's first blocks cannot be distinguished from a report of reused blocks. The index then
     /// underestimates, never overestimates. It is exact with answers, and after the engine has evicted the affected
@@ -327,7 +327,7 @@ proptest! {
 }
 
 proptest! {
-    #![proptest_config(effort(150, "tests/index_copies.proptest-regressions"))]
+    #![proptest_config(effort(75, "tests/index_copies.proptest-regressions"))]
 
     /// An engine that removes only last copies leaves blocks behind until the rank holds more than its pool has.
     /// Afterwards the index is exact, also as a copy of its dump.

@@ -347,7 +347,7 @@ fn ops() -> impl Strategy<Value = Vec<Op>> {
 }
 
 proptest! {
-    #![proptest_config(effort(100, "tests/index_groups.proptest-regressions"))]
+    #![proptest_config(effort(60, "tests/index_groups.proptest-regressions"))]
 
     /// One group with full attention at any position among the others. Reports of reused blocks contain blocks that a
     /// window does not hold, so only engines with full attention alone publish them here.

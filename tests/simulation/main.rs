@@ -23,7 +23,7 @@ use script::Script;
 use world::Summary;
 
 /// Seeds of a plain `cargo test`.
-const SEEDS: u64 = 200;
+const SEEDS: u64 = 100;
 
 /// Seeds of each deliberate defect.
 const DEFECT_SEEDS: u64 = 100;
