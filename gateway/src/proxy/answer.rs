@@ -2,10 +2,9 @@
 //!
 //! Forwards each frame without buffering. The booking ends with the response, however it ends. A broken response never
 //! looks complete: the error makes the server cut the client's connection. The attempts handle everything before the
-//! first byte.
+//! first byte. A stream with a [`Migration`] continues at another rank after the failure of its engine.
 
 use std::fmt::Display;
-use std::ops::Range;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
@@ -17,7 +16,9 @@ use pointsman::{AnswerKind, Outcome, PlacedBody};
 use tokio::time::{Instant, Sleep, sleep_until};
 
 use super::attempts::WorkerResponse;
+use super::begin::ResponseStart;
 use super::hints::SessionCall;
+use super::migration::{Migration, Recovery, Resumed};
 use super::prefill_report::PrefillReport;
 use crate::observe::requests::StreamBreak;
 use crate::pools::disaggregation::PrefillResult;
@@ -65,11 +66,11 @@ impl Cut {
 /// Body polled by the client's connection, with the worker's body inside.
 pub(crate) struct Answer<B> {
     context: Arc<RequestContext>,
-    /// Absent after a move to the resumption of the response.
-    pub(super) account: Option<Account>,
-    /// Whether the caller decides about the end of a failed response.
-    defers_cut: bool,
-    /// Absent after a cut: the booking and the worker's connection have ended.
+    /// Absent while the response is resumed.
+    account: Option<Account>,
+    /// What follows after a failure of the engine.
+    recovery: Recovery,
+    /// Absent after a failure: the booking and the worker's connection have ended.
     body: Option<PlacedBody<B>>,
     /// The attempt at the worker.
     sent: WorkerRequest,
@@ -79,23 +80,23 @@ pub(crate) struct Answer<B> {
     /// Start of the worker's silence; absent while it sends or while the client does not read.
     silent_since: Option<Instant>,
     alarm: Option<Pin<Box<Sleep>>>,
-    /// Reason of a cut until the server has received it.
-    pending_cut: Option<Cut>,
+    /// What follows an absent body: its last bytes, or the reason of a cut, until the server has received it.
+    pending: Option<Result<Bytes, Cut>>,
     /// Prefill of the request, for a model with a prefill pool.
     prefill: Option<PrefillReport>,
 }
 
-impl<B: Body<Data = Bytes, Error: Display> + Unpin> Answer<B> {
+impl<B: Body<Data = Bytes, Error: Display> + From<ResponseStart> + Unpin> Answer<B> {
     pub(crate) fn new(
         context: &Arc<RequestContext>,
         account: Account,
-        begin: WorkerResponse<B>,
+        begin: WorkerResponse<impl Into<B>>,
         kind: AnswerKind,
     ) -> Self {
         let WorkerResponse { placement, sent, head: _, body, checked, output_tokens, is_reported, prefill } = begin;
         let context = Arc::clone(context);
         let idle_max = Duration::from_millis(context.settings.gateway.idle_timeout_ms);
-        let mut body = placement.wrap_body(body, kind);
+        let mut body = placement.wrap_body(body.into(), kind);
         if let Some(tokens) = output_tokens {
             body = body.expecting(tokens);
         }
@@ -111,41 +112,26 @@ impl<B: Body<Data = Bytes, Error: Display> + Unpin> Answer<B> {
         let mut answer = Self {
             context,
             account: Some(account),
-            defers_cut: false,
+            recovery: Recovery::None,
             body: Some(body),
             sent,
             checked,
             idle_max,
             silent_since: None,
             alarm: None,
-            pending_cut: None,
+            pending: None,
             prefill,
         };
-        if answer.is_end_stream() {
+        if answer.has_whole_body() {
             answer.complete();
         }
         answer
     }
 
-    /// The same, but a failure is returned at once and only ends the attempt. The caller then takes the account, or ends
-    /// the response with [`Self::give_up`].
-    pub(super) fn deferring_cuts(mut self) -> Self {
-        self.defers_cut = true;
+    /// The same, but the stream continues at another rank after a failure.
+    pub(super) fn resumable(mut self, migration: Box<Migration>) -> Self {
+        self.recovery = Recovery::Possible(migration);
         self
-    }
-
-    /// Position of the token's text in the last frame, if only this text differs from an earlier frame.
-    pub(super) fn repeated_text(&self) -> Option<Range<usize>> {
-        self.body.as_ref().and_then(PlacedBody::repeated_text)
-    }
-
-    /// Ends the attempt after an error event of the worker.
-    pub(super) fn fail(&mut self) -> Cut {
-        if let Some(body) = &self.body {
-            body.report(Outcome::ServerError);
-        }
-        self.end_attempt(&Cut::Failed);
-        Cut::Failed
     }
 
     fn end_attempt(&mut self, cut: &Cut) {
@@ -171,21 +157,51 @@ impl<B: Body<Data = Bytes, Error: Display> + Unpin> Answer<B> {
         }
     }
 
-    /// Ends the booking now, and the response unless the caller decides about it.
+    /// Ends the booking now, and the response unless it can be resumed.
     #[cold]
-    fn cut(&mut self, cut: Cut, context: &Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
-        self.end_attempt(&cut);
-        if self.defers_cut {
-            return Poll::Ready(Some(Err(cut)));
+    fn fail(&mut self, cut: Cut) {
+        if let (Cut::Failed, Some(body)) = (&cut, &self.body) {
+            body.report(Outcome::ServerError);
         }
-        self.give_up(cut);
-        context.waker().wake_by_ref();
-        Poll::Pending
+        self.end_attempt(&cut);
+        match (std::mem::take(&mut self.recovery), self.account.take()) {
+            (Recovery::Possible(migration), Some(account)) => {
+                self.recovery = Recovery::Running(migration.resumed(Arc::clone(&self.context), account, cut));
+            }
+            (_, account) => {
+                self.account = account;
+                self.give_up(cut);
+            }
+        }
+    }
+
+    /// Waits for another rank that continues the stream.
+    #[cold]
+    fn poll_resumption(&mut self, context: &mut Context<'_>) -> Poll<()> {
+        let Recovery::Running(resumption) = &mut self.recovery else { return Poll::Ready(()) };
+        let (account, migration, resumed) = ready!(resumption.as_mut().poll(context));
+        self.recovery = Recovery::None;
+        match resumed {
+            Resumed::By(begin) => {
+                *self = Self::new(&self.context, account, *begin, AnswerKind::Events).resumable(migration);
+            }
+            Resumed::Ended(bytes) => {
+                self.account = Some(account);
+                self.pending = (!bytes.is_empty()).then_some(Ok(bytes));
+            }
+            Resumed::Failed(cut) => {
+                self.account = Some(account);
+                self.give_up(cut);
+                context.waker().wake_by_ref();
+                return Poll::Pending;
+            }
+        }
+        Poll::Ready(())
     }
 
     /// Ends the response with an error, which the next poll reports. The caller is pending in between: a server that
     /// receives an error drops unwritten data, including the head, and it flushes whenever a body is pending.
-    pub(super) fn give_up(&mut self, cut: Cut) {
+    fn give_up(&mut self, cut: Cut) {
         let reason = cut.reason();
         if let Some(account) = &mut self.account {
             account.broke(reason);
@@ -195,7 +211,33 @@ impl<B: Body<Data = Bytes, Error: Display> + Unpin> Answer<B> {
                 tracing::warn!(request_id, worker, rank, reason = reason.name(), suppressed, "response cut off: {cut}");
             }
         }
-        self.pending_cut = Some(cut);
+        self.pending = Some(Err(cut));
+    }
+
+    fn has_whole_body(&self) -> bool {
+        self.body.as_ref().is_some_and(Body::is_end_stream)
+    }
+
+    /// Records a frame for a resumption and changes it to what the client receives. Returns whether any of it is left.
+    #[inline]
+    fn joins(&mut self, frame: &mut Frame<Bytes>) -> bool {
+        let (Recovery::Possible(migration), Some(data)) = (&mut self.recovery, frame.data_mut()) else { return true };
+        let text = self.body.as_ref().and_then(PlacedBody::repeated_text);
+        if text.is_some_and(|text| migration.joiner.push_text(data, text)) {
+            return true;
+        }
+        *data = migration.joiner.push(std::mem::take(data));
+        if migration.joiner.has_failed() {
+            self.fail(Cut::Failed);
+        }
+        !data.is_empty()
+    }
+
+    /// Ends the response. Returns the last bytes of a stream that could have been resumed.
+    fn end(&mut self) -> Option<Frame<Bytes>> {
+        self.complete();
+        let Recovery::Possible(mut migration) = std::mem::take(&mut self.recovery) else { return None };
+        Some(migration.joiner.finish()).filter(|rest| !rest.is_empty()).map(Frame::data)
     }
 
     /// Resolves after the idle timeout of the worker.
@@ -262,49 +304,63 @@ impl<B> Drop for Answer<B> {
     }
 }
 
-impl<B: Body<Data = Bytes, Error: Display> + Unpin> Body for Answer<B> {
+impl<B: Body<Data = Bytes, Error: Display> + From<ResponseStart> + Unpin> Body for Answer<B> {
     type Data = Bytes;
     type Error = Cut;
 
-    /// Inlined, because a stream that can be resumed has another body around this one, and is polled three times a chunk.
-    #[inline(always)]
     fn poll_frame(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
-        let Some(body) = &mut self.body else { return Poll::Ready(self.pending_cut.take().map(Err)) };
-        match Pin::new(body).poll_frame(context) {
-            Poll::Ready(Some(Ok(frame))) => {
-                self.received();
-                // Bodies of known length are not polled after their last byte.
-                if self.is_end_stream() {
-                    if self.is_incomplete() {
-                        return self.cut(Cut::Incomplete, context);
+        loop {
+            let Some(body) = &mut self.body else {
+                if matches!(self.recovery, Recovery::Running(_)) {
+                    ready!(self.poll_resumption(context));
+                    continue;
+                }
+                return Poll::Ready(self.pending.take().map(|pending| pending.map(Frame::data)));
+            };
+            let cut = match Pin::new(body).poll_frame(context) {
+                Poll::Ready(Some(Ok(mut frame))) => {
+                    self.received();
+                    // Bodies of known length are not polled after their last byte.
+                    let is_last = self.has_whole_body();
+                    if is_last && self.is_incomplete() {
+                        Cut::Incomplete
+                    } else {
+                        if is_last {
+                            self.complete();
+                        }
+                        if self.joins(&mut frame) {
+                            return Poll::Ready(Some(Ok(frame)));
+                        }
+                        continue;
                     }
-                    self.complete();
                 }
-                Poll::Ready(Some(Ok(frame)))
-            }
-            Poll::Ready(Some(Err(error))) => self.cut(Cut::Broken(error.to_string()), context),
-            Poll::Ready(None) if self.is_incomplete() => self.cut(Cut::Incomplete, context),
-            Poll::Ready(None) => {
-                self.complete();
-                Poll::Ready(None)
-            }
-            Poll::Pending => {
-                ready!(self.poll_silence(context));
-                // The body itself would report a broken connection.
-                if let Some(body) = &self.body {
-                    body.report(Outcome::Timeout);
+                Poll::Ready(Some(Err(error))) => Cut::Broken(error.to_string()),
+                Poll::Ready(None) if self.is_incomplete() => Cut::Incomplete,
+                Poll::Ready(None) => return Poll::Ready(self.end().map(Ok)),
+                Poll::Pending => {
+                    ready!(self.poll_silence(context));
+                    // The body itself would report a broken connection.
+                    if let Some(body) = &self.body {
+                        body.report(Outcome::Timeout);
+                    }
+                    Cut::Idle(self.idle_max)
                 }
-                let cut = Cut::Idle(self.idle_max);
-                self.cut(cut, context)
+            };
+            self.fail(cut);
+            if !matches!(self.recovery, Recovery::Running(_)) {
+                context.waker().wake_by_ref();
+                return Poll::Pending;
             }
         }
     }
 
+    /// Later attempts change the end and the length of a stream.
     fn is_end_stream(&self) -> bool {
-        self.body.as_ref().is_some_and(Body::is_end_stream)
+        matches!(self.recovery, Recovery::None) && self.has_whole_body()
     }
 
     fn size_hint(&self) -> SizeHint {
-        self.body.as_ref().map_or_else(SizeHint::new, Body::size_hint)
+        let body = self.body.as_ref().filter(|_| matches!(self.recovery, Recovery::None));
+        body.map_or_else(SizeHint::new, Body::size_hint)
     }
 }

@@ -214,3 +214,10 @@ impl Body for ResponseStart {
         hint
     }
 }
+
+/// The picker follows responses that pass the proxy instead of this gateway.
+impl From<ResponseStart> for axum::body::Body {
+    fn from(start: ResponseStart) -> Self {
+        Self::new(start)
+    }
+}

@@ -1,29 +1,24 @@
 //! Streamed response that moves to another rank when its engine fails.
 //!
-//! [`MigratingBody`] is the body of the client. Its inner [`Answer`] follows one attempt and returns the failure; the
-//! booking of the failed attempt has ended then, and its outcome is reported. The resumption uses the attempt loop with
-//! the resume body and excludes the workers that failed. The number of resumptions per response is limited. The budget of
-//! retries does not count them: it is a share of the latest requests, and most streams of a failed engine can be older. The
-//! client receives nothing meanwhile. Without a successful resumption the response is cut off as any other.
-//! [`crate::formats::migration`] has the rules and joins the streams.
+//! An [`Answer`](super::answer::Answer) follows one attempt. After a failure, when its booking has ended and its outcome is
+//! reported, it runs the resumption, which uses the attempt loop with the resume body and excludes the workers that failed.
+//! The number of resumptions per response is limited. The budget of retries does not count them: it is a share of the
+//! latest requests, and most streams of a failed engine can be older. The client receives nothing meanwhile. Without a
+//! successful resumption the response is cut off as any other. [`crate::formats::migration`] has the rules and joins the
+//! streams.
 
 use std::collections::BTreeSet;
-use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll, ready};
 
 use axum::body::Bytes;
 use axum::http::HeaderMap;
 use futures_util::future::BoxFuture;
-use http_body::{Body, Frame};
 use pointsman::config::OnTargetMiss;
 use pointsman::protocol::{Engine, WorkerRank};
 use pointsman::{AnswerKind, Prompt};
-use tokio::task::yield_now;
 
-use super::answer::{Answer, Cut};
+use super::answer::Cut;
 use super::attempts::{AttemptLoop, WorkerResponse};
-use super::begin::ResponseStart;
 use super::reports::siblings;
 use crate::formats::migration::{ResumableRequest, Resume, StreamJoiner, StreamState};
 use crate::formats::openai::Endpoint;
@@ -53,173 +48,120 @@ async fn continues(prepared: &RoutableRequest, text: &str, resume: &Bytes) -> bo
     all(Engine::Sglang) || all(Engine::Vllm) && text.trim() == text && prepared.is_prefix_of(resume).await
 }
 
-/// Data of a request for its resumptions.
+/// What follows after a failure of the engine of a response.
+#[derive(Default)]
+pub(super) enum Recovery {
+    /// The response is cut off.
+    #[default]
+    None,
+    /// Another rank continues the stream.
+    Possible(Box<Migration>),
+    /// The resume request is on its way.
+    Running(BoxFuture<'static, (Account, Box<Migration>, Resumed)>),
+}
+
+/// Result of a resumption.
+pub(super) enum Resumed {
+    /// This response continues the stream.
+    By(Box<WorkerResponse>),
+    /// The stream ends with these bytes.
+    Ended(Bytes),
+    /// The stream is cut off.
+    Failed(Cut),
+}
+
+/// Data of a stream for its resumptions.
 pub(super) struct Migration {
-    pub(super) prepared: RoutableRequest,
+    prepared: RoutableRequest,
     /// Headers of the client.
-    pub(super) headers: HeaderMap,
-    pub(super) request_id: String,
-}
-
-/// Body polled by the client's connection: the joined streams of all attempts.
-pub(super) struct MigratingBody {
-    /// Absent while the next attempt starts.
-    streaming: Option<Box<Migrating>>,
-    /// Returns the last bytes as well, for a response that ends without another attempt.
-    resuming: Option<BoxFuture<'static, (Box<Migrating>, Bytes)>>,
-}
-
-/// State of the response.
-pub(super) struct Migrating {
-    context: Arc<RequestContext>,
-    answer: Answer<ResponseStart>,
-    migration: Box<Migration>,
-    joiner: StreamJoiner,
+    headers: HeaderMap,
+    request_id: String,
+    pub(super) joiner: StreamJoiner,
     migrations: u32,
     /// Rank of the current attempt.
     rank: WorkerRank,
     /// All ranks of the workers that failed.
     failed: BTreeSet<WorkerRank>,
-    has_ended: bool,
 }
 
-impl MigratingBody {
-    /// The length is unknown, because later attempts change it.
+impl Migration {
     pub(super) fn new(
-        context: &Arc<RequestContext>,
-        answer: Answer<ResponseStart>,
-        migration: Box<Migration>,
+        context: &RequestContext,
+        prepared: RoutableRequest,
+        (headers, request_id): (&HeaderMap, &str),
         rank: WorkerRank,
     ) -> Self {
-        let tokens_max = context.settings.gateway.stream_migration_tokens_max;
-        let streaming = Box::new(Migrating {
-            context: Arc::clone(context),
-            answer: answer.deferring_cuts(),
-            joiner: StreamJoiner::new(tokens_max),
-            migration,
+        Self {
+            prepared,
+            headers: headers.clone(),
+            request_id: request_id.to_owned(),
+            joiner: StreamJoiner::new(context.settings.gateway.stream_migration_tokens_max),
             migrations: 0,
             rank,
             failed: BTreeSet::new(),
-            has_ended: false,
-        });
-        Self { streaming: Some(streaming), resuming: None }
+        }
     }
-}
 
-impl Body for MigratingBody {
-    type Data = Bytes;
-    type Error = Cut;
-
-    fn poll_frame(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
-        loop {
-            let Some(migrating) = &mut self.streaming else {
-                let Some(resuming) = &mut self.resuming else { return Poll::Ready(None) };
-                let (migrating, bytes) = ready!(resuming.as_mut().poll(context));
-                (self.streaming, self.resuming) = (Some(migrating), None);
-                if bytes.is_empty() {
-                    continue;
+    /// Resumes or ends the response after the failure of an attempt.
+    pub(super) fn resumed(
+        mut self: Box<Self>,
+        context: Arc<RequestContext>,
+        mut account: Account,
+        cut: Cut,
+    ) -> BoxFuture<'static, (Account, Box<Self>, Resumed)> {
+        Box::pin(async move {
+            let resumed = match self.resume(&context, &mut account).await {
+                Ok(resumed) => resumed,
+                Err(result) => {
+                    account.breaks_as(result);
+                    if self.joiner.has_failed() {
+                        account.broke(StreamBreak::Error);
+                        Resumed::Ended(self.joiner.error())
+                    } else {
+                        Resumed::Failed(cut)
+                    }
                 }
-                return Poll::Ready(Some(Ok(Frame::data(bytes))));
             };
-            let frame = ready!(migrating.poll_frame(context));
-            if migrating.has_ended || !matches!(frame, Some(Err(_))) {
-                return Poll::Ready(frame);
-            }
-            if let Some(Err(cut)) = frame {
-                self.resume_after(cut);
-            }
-        }
-    }
-}
-
-impl MigratingBody {
-    /// Starts the resumption. Not inlined: its future would take stack in each poll.
-    #[cold]
-    #[inline(never)]
-    fn resume_after(&mut self, cut: Cut) {
-        self.resuming = self.streaming.take().map(|migrating| Box::pin(migrating.failed_with(cut)) as _);
-    }
-}
-
-impl Migrating {
-    /// The next frame, or the failure of the attempt. Frames change in place, because each move copies a map of headers.
-    #[inline(always)]
-    fn poll_frame(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
-        loop {
-            if self.joiner.has_failed() && !self.has_ended {
-                return Poll::Ready(Some(Err(self.answer.fail())));
-            }
-            // At the end: the failure, if any.
-            let mut frame = ready!(Pin::new(&mut self.answer).poll_frame(context));
-            match &mut frame {
-                Some(Ok(frame)) if !self.has_ended => {
-                    if let Some(data) = frame.data_mut()
-                        && !self.answer.repeated_text().is_some_and(|text| self.joiner.push_text(data, text))
-                    {
-                        *data = self.joiner.push(std::mem::take(data));
-                        if data.is_empty() {
-                            continue;
-                        }
-                    }
-                }
-                None if !self.has_ended => {
-                    self.has_ended = true;
-                    let rest = self.joiner.finish();
-                    if rest.is_empty() {
-                        continue;
-                    }
-                    frame = Some(Ok(Frame::data(rest)));
-                }
-                _ => {}
-            }
-            return Poll::Ready(frame);
-        }
+            (account, self, resumed)
+        })
     }
 
-    /// Resumes or ends the response after the failure of an attempt. Returns the last bytes of one that has ended.
-    async fn failed_with(mut self: Box<Self>, cut: Cut) -> (Box<Self>, Bytes) {
-        let bytes = match self.resume().await {
-            Ok(end) => end,
-            Err(result) => self.give_up(result, cut).await,
-        };
-        (self, bytes)
-    }
-
-    /// Places the resume request and waits for the start of its response. Returns the last bytes of a response that is
-    /// complete without one.
+    /// Places the resume request and waits for the start of its response.
     ///
     /// # Errors
     /// The response is not resumed.
-    async fn resume(&mut self) -> Result<Bytes, MigrationResult> {
+    async fn resume(
+        &mut self,
+        context: &Arc<RequestContext>,
+        account: &mut Account,
+    ) -> Result<Resumed, MigrationResult> {
         match self.joiner.state() {
             StreamState::Resumable => {}
             StreamState::TooLong => return Err(MigrationResult::TooLong),
             StreamState::Unsound | StreamState::Finished => return Err(MigrationResult::Unsound),
         }
-        let Migration { prepared, headers, request_id } = &*self.migration;
+        let Self { prepared, headers, request_id, joiner, migrations, rank, failed } = self;
         let resumable = ResumableRequest::parse(prepared.worker_endpoint, &prepared.body);
         let resumable = resumable.ok_or(MigrationResult::Unsound)?;
-        let body = match resumable.resume(self.joiner.output()) {
+        let body = match resumable.resume(joiner.output()) {
             Resume::Send(body) => body,
             Resume::Complete => {
-                self.has_ended = true;
-                self.answer.account.iter_mut().for_each(Account::complete);
-                return Ok(self.joiner.complete(&resumable, prepared.prompt_tokens()));
+                account.complete();
+                return Ok(Resumed::Ended(joiner.complete(&resumable, prepared.prompt_tokens())));
             }
             Resume::Unknown => return Err(MigrationResult::Unsound),
         };
-        let text = &self.joiner.output().text;
+        let text = &joiner.output().text;
         if resumable.is_chat() && !text.is_empty() && !continues(prepared, text, &body).await {
             return Err(MigrationResult::Unsound);
         }
-        if self.migrations >= self.context.settings.gateway.stream_migrations_max {
+        if *migrations >= context.settings.gateway.stream_migrations_max {
             return Err(MigrationResult::Failed);
         }
-        let mut account = self.answer.account.take().ok_or(MigrationResult::Failed)?;
-        self.failed.insert(self.rank);
-        self.failed.extend(siblings(&prepared.model, self.rank));
-        let output = self.joiner.output();
-        let attempts = AttemptLoop::new(&self.context, prepared, (headers, request_id), body, &self.failed);
+        failed.insert(*rank);
+        failed.extend(siblings(&prepared.model, *rank));
+        let output = joiner.output();
+        let attempts = AttemptLoop::new(context, prepared, (&*headers, &*request_id), body, failed);
         let tokens: Vec<u32>;
         let mut request = prepared.request();
         let output_ids = output.token_ids().unwrap_or_default();
@@ -234,48 +176,32 @@ impl Migrating {
         for limit in [&mut options.expected_output_tokens, &mut options.output_tokens_max] {
             *limit = limit.map(|tokens| tokens.saturating_sub(output.tokens()).max(1));
         }
-        match attempts.run(&mut account, request).await {
-            Ok(begin) if begin.checked == Some(AnswerKind::Events) => self.resumed(account, begin),
+        match attempts.run(account, request).await {
+            Ok(begin) if begin.checked == Some(AnswerKind::Events) => {
+                account.resumed();
+                Ok(self.continued_by(begin))
+            }
             begun => {
                 // The engine rejects the resume request, or no rank has started a response.
                 begun.into_iter().for_each(|mut begin| begin.sent.ended("client_error"));
-                self.answer.account = Some(account);
-                return Err(MigrationResult::Failed);
+                Err(MigrationResult::Failed)
             }
         }
-        Ok(Bytes::new())
     }
 
-    /// Ends the response with its failure, or with the error of the engine, which is returned.
-    async fn give_up(&mut self, result: MigrationResult, cut: Cut) -> Bytes {
-        self.has_ended = true;
-        if let Some(account) = &mut self.answer.account {
-            account.breaks_as(result);
-            if self.joiner.has_failed() {
-                account.broke(StreamBreak::Error);
-                return self.joiner.error();
-            }
-        }
-        self.answer.give_up(cut);
-        yield_now().await;
-        Bytes::new()
-    }
-
-    /// Follows the response of another rank.
-    fn resumed(&mut self, mut account: Account, mut begin: WorkerResponse) {
-        account.resumed();
+    fn continued_by(&mut self, mut begin: WorkerResponse) -> Resumed {
         // The request counts against the worker that failed first.
         begin.is_reported = true;
         self.rank = begin.placement.rank();
         self.migrations += 1;
         self.joiner.resume();
         tracing::info!(
-            request_id = self.migration.request_id,
+            request_id = self.request_id,
             worker = begin.placement.endpoint(),
             rank = self.rank.rank,
             output_tokens = self.joiner.output().tokens(),
             "stream resumed"
         );
-        self.answer = Answer::new(&self.context, account, begin, AnswerKind::Events).deferring_cuts();
+        Resumed::By(Box::new(begin))
     }
 }

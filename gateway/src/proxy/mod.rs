@@ -56,12 +56,13 @@ use crate::settings::MessagesMode;
 pub(crate) use answer::Answer;
 use attempts::AttemptLoop;
 pub(crate) use attempts::WorkerResponse;
+use begin::ResponseStart;
 pub(crate) use exchange::checked_kind;
 pub(crate) use failure::failure_outcome;
 use heartbeats::{Heartbeats, Serving, kept_alive};
 use leg::Leg;
 use messages::{Translation, converted_error};
-use migration::{MigratingBody, Migration};
+use migration::Migration;
 use refusal::Refusal;
 use rewritten::rewritten;
 
@@ -196,8 +197,8 @@ async fn forward(
         stored::record(tenant, &begin.body.held_bytes(), &prepared.model, begin.placement.rank());
     }
     let migration = (may_migrate && begin.checked == Some(AnswerKind::Events)).then(|| {
-        let (headers, request_id) = (headers.clone(), request_id.to_owned());
-        Box::new(Migration { prepared, headers, request_id })
+        let rank = begin.placement.rank();
+        Box::new(Migration::new(context, prepared, (headers, request_id), rank))
     });
     Ok(Reply::Started(Forwarded { begin, translation, known, renamed, migration }))
 }
@@ -218,21 +219,18 @@ fn start_response(
     let (status, mut headers) = (begin.head.status, to_client(&begin.head.headers, request_id));
     let prefill = begin.prefill.as_ref().map(|prefill| (prefill.result, prefill.tokens.clone()));
     let is_events = begin.checked == Some(AnswerKind::Events);
-    let rank = begin.placement.rank();
     let limits = account.quota_headers();
-    let answer = follow(context, account, begin, request_id);
+    let mut answer: Answer<ResponseStart> = follow(context, account, begin, request_id);
+    if let Some(migration) = migration {
+        // The length changes with the events of other attempts.
+        headers.remove(CONTENT_LENGTH);
+        answer = answer.resumable(migration);
+    }
     let tokens = prefill.as_ref().filter(|(result, _)| *result == PrefillResult::Remote).map(|(_, tokens)| tokens);
     let content_type = headers.get(CONTENT_TYPE).map_or(&b""[..], HeaderValue::as_bytes);
     let is_text = [AnswerKind::Json, AnswerKind::Events].iter().any(|kind| kind.accepts(content_type));
     let model = model.filter(|_| status.is_success() && is_text && !headers.contains_key(CONTENT_ENCODING));
-    let body = match migration {
-        None => rewritten(answer, is_events, tokens, model),
-        Some(migration) => {
-            // The length changes with the events of other attempts.
-            headers.remove(CONTENT_LENGTH);
-            rewritten(MigratingBody::new(context, answer, migration, rank), is_events, tokens, model)
-        }
-    };
+    let body = rewritten(answer, is_events, tokens, model);
     headers.extend(limits);
     if let Some((result, _)) = prefill {
         headers.insert(PREFILL, HeaderValue::from_static(result.name()));
@@ -246,11 +244,11 @@ fn start_response(
 pub(crate) fn follow<B>(
     context: &Arc<RequestContext>,
     mut account: Account,
-    begin: WorkerResponse<B>,
+    begin: WorkerResponse<impl Into<B>>,
     request_id: &str,
 ) -> Answer<B>
 where
-    B: http_body::Body<Data = Bytes, Error: Display> + Unpin,
+    B: http_body::Body<Data = Bytes, Error: Display> + From<ResponseStart> + Unpin,
 {
     let status = begin.head.status;
     // The first token of a stream is recorded as it passes.
