@@ -21,7 +21,6 @@ macro_rules! alone {
 /// # Panics
 /// If the test fails.
 pub(crate) fn runs_alone(place: &str) -> bool {
-    #[expect(clippy::disallowed_methods, reason = "set below")]
     if std::env::var_os(ALONE).is_some() {
         return true;
     }
@@ -31,7 +30,7 @@ pub(crate) fn runs_alone(place: &str) -> bool {
     let run = Command::new(this).args(["--exact", &name, "--nocapture"]).env(ALONE, "1").output();
     let run = run.expect("the process starts");
     let (output, errors) = (String::from_utf8_lossy(&run.stdout), String::from_utf8_lossy(&run.stderr));
-    print!("{output}{errors}");
+    eprint!("{output}{errors}");
     assert!(run.status.success() && output.contains("1 passed"), "{name} failed in its own process: {}", run.status);
     false
 }

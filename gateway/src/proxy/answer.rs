@@ -80,7 +80,7 @@ pub(crate) struct Answer<B> {
     /// Start of the worker's silence; absent while it sends or while the client does not read.
     silent_since: Option<Instant>,
     alarm: Option<Pin<Box<Sleep>>>,
-    /// What follows an absent body: its last bytes, or the reason of a cut, until the server has received it.
+    /// What follows an absent body without a resumption: last bytes, or the reason of a cut for the server.
     pending: Option<Result<Bytes, Cut>>,
     /// Prefill of the request, for a model with a prefill pool.
     prefill: Option<PrefillReport>,
@@ -166,7 +166,8 @@ impl<B: Body<Data = Bytes, Error: Display> + From<ResponseStart> + Unpin> Answer
         self.end_attempt(&cut);
         match (std::mem::take(&mut self.recovery), self.account.take()) {
             (Recovery::Possible(migration), Some(account)) => {
-                self.recovery = Recovery::Running(migration.resumed(Arc::clone(&self.context), account, cut));
+                self.recovery = Recovery::Running(migration.resumed(Arc::clone(&self.context), account));
+                self.pending = Some(Err(cut));
             }
             (_, account) => {
                 self.account = account;
@@ -189,9 +190,11 @@ impl<B: Body<Data = Bytes, Error: Display> + From<ResponseStart> + Unpin> Answer
                 self.account = Some(account);
                 self.pending = (!bytes.is_empty()).then_some(Ok(bytes));
             }
-            Resumed::Failed(cut) => {
+            Resumed::Failed => {
                 self.account = Some(account);
-                self.give_up(cut);
+                if let Some(Err(cut)) = self.pending.take() {
+                    self.give_up(cut);
+                }
                 context.waker().wake_by_ref();
                 return Poll::Pending;
             }

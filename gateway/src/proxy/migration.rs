@@ -17,7 +17,6 @@ use pointsman::config::OnTargetMiss;
 use pointsman::protocol::{Engine, WorkerRank};
 use pointsman::{AnswerKind, Prompt};
 
-use super::answer::Cut;
 use super::attempts::{AttemptLoop, WorkerResponse};
 use super::reports::siblings;
 use crate::formats::migration::{ResumableRequest, Resume, StreamJoiner, StreamState};
@@ -67,7 +66,7 @@ pub(super) enum Resumed {
     /// The stream ends with these bytes.
     Ended(Bytes),
     /// The stream is cut off.
-    Failed(Cut),
+    Failed,
 }
 
 /// Data of a stream for its resumptions.
@@ -107,7 +106,6 @@ impl Migration {
         mut self: Box<Self>,
         context: Arc<RequestContext>,
         mut account: Account,
-        cut: Cut,
     ) -> BoxFuture<'static, (Account, Box<Self>, Resumed)> {
         Box::pin(async move {
             let resumed = match self.resume(&context, &mut account).await {
@@ -118,7 +116,7 @@ impl Migration {
                         account.broke(StreamBreak::Error);
                         Resumed::Ended(self.joiner.error())
                     } else {
-                        Resumed::Failed(cut)
+                        Resumed::Failed
                     }
                 }
             };
