@@ -6,7 +6,8 @@ use std::process::Command;
 const ALONE: &str = "POINTSMAN_TEST_ALONE";
 
 /// Runs the calling test in a process of its own, and returns from it in the present one. For tests of process-wide
-/// state: the metrics recorder, allocated bytes, panic hooks, the interest of tracing callsites.
+/// state: the metrics recorder, allocated bytes, panic hooks, the interest of tracing callsites. It stands in the test
+/// itself, whose name it reads, and not in a helper.
 macro_rules! alone {
     () => {{
         fn here() {}

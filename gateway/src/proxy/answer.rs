@@ -221,7 +221,7 @@ impl<B: Body<Data = Bytes, Error: Display> + From<ResponseStart> + Unpin> Answer
         self.body.as_ref().is_some_and(Body::is_end_stream)
     }
 
-    /// Records a frame for a resumption and changes it to what the client receives. Returns whether any of it is left.
+    /// Records a frame for a resumption, and replaces its data by the bytes for the client. Returns whether any are left.
     #[inline]
     fn joins(&mut self, frame: &mut Frame<Bytes>) -> bool {
         let (Recovery::Possible(migration), Some(data)) = (&mut self.recovery, frame.data_mut()) else { return true };

@@ -215,7 +215,6 @@ pub(crate) async fn get(gateway: &Gateway, path: &str) -> Answer {
 }
 
 /// One step of a worker's script.
-#[allow(dead_code, reason = "some steps are used by one binary only")]
 #[derive(Clone, Debug)]
 pub(crate) enum Act {
     /// Writes these bytes.
@@ -294,7 +293,6 @@ impl Got {
 
 /// Observations of a scripted worker.
 #[derive(Default)]
-#[allow(dead_code, reason = "some observations are read by one binary only")]
 pub(crate) struct Seen {
     /// Connections accepted so far.
     pub(crate) accepted: usize,
@@ -411,7 +409,6 @@ pub(crate) struct Scripted {
     task: JoinHandle<()>,
 }
 
-#[allow(dead_code, reason = "some functions are used by one binary only")]
 impl Scripted {
     /// Responds to each request with the result of `script` for its number, counted from 0.
     pub(crate) async fn start(script: impl Fn(usize) -> Vec<Act> + Send + Sync + 'static) -> Self {
