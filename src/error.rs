@@ -183,7 +183,7 @@ impl Rejection {
             Self::AllOverloaded { .. } | Self::TargetsMissed(_) | Self::Backpressure(_) => ErrorKind::ResourceExhausted,
             Self::Pinned { refused_by: Some(filter), .. } => match filter {
                 Filter::Allowed | Filter::Pin | Filter::RequiredTaints | Filter::Custom => ErrorKind::InvalidArgument,
-                Filter::Overloaded | Filter::Busy => ErrorKind::ResourceExhausted,
+                Filter::Overloaded | Filter::Busy | Filter::Full => ErrorKind::ResourceExhausted,
                 // The rank was excluded after a failure, so a later retry may succeed.
                 Filter::Excluded
                 | Filter::Unavailable

@@ -14,11 +14,13 @@ Filter: TypeAlias = Literal[
     "custom",
     "unavailable",
     "draining",
+    "asleep",
     "unresponsive",
     "refusing",
     "lora",
     "overloaded",
     "busy",
+    "full",
     "targets",
 ]
 

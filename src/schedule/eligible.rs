@@ -131,7 +131,8 @@ impl Eligibility {
 
     /// Whether a request without an eligible rank waits for one: all are busy, or sleep.
     pub(super) fn waits(&self) -> bool {
-        self.has(Filter::Busy) || self.has(Filter::Asleep) && !self.has(Filter::Overloaded)
+        [Filter::Busy, Filter::Full].into_iter().any(|filter| self.has(filter))
+            || self.has(Filter::Asleep) && !self.has(Filter::Overloaded)
     }
 
     pub(super) fn has(&self, filter: Filter) -> bool {
@@ -258,7 +259,7 @@ impl Rules {
             eligibility.refuse(Filter::Busy, |position| limits.exceeded_by(&all[position]));
         }
         if !inputs.full.is_empty() {
-            eligibility.refuse(Filter::Busy, |position| inputs.full.binary_search(&all[position].slot()).is_ok());
+            eligibility.refuse(Filter::Full, |position| inputs.full.binary_search(&all[position].slot()).is_ok());
         }
         if let Some(options) = inputs.options.filter(|options| options.constraints.pin.is_some()) {
             eligibility.restrict(Filter::Pin, |position| options.constraints.prefers(all[position].rank));

@@ -262,6 +262,8 @@ named! {
         Overloaded = "overloaded",
         /// Busy for the class of the request.
         Busy = "busy",
+        /// Without room for the context of the program beside those of others.
+        Full = "full of the contexts of other programs",
         /// Predicted to miss more latency targets of the request than another rank.
         Targets = "predicted to miss a target",
     }
@@ -278,6 +280,7 @@ impl Filter {
             | Self::Lora
             | Self::Overloaded
             | Self::Busy
+            | Self::Full
             | Self::Targets => true,
             Self::Allowed
             | Self::Excluded

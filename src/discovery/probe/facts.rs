@@ -187,7 +187,8 @@ impl EngineFacts {
             load,
             transfer_port: info.and_then(|info| info.transfer_port),
             role: info.and_then(|info| info.role),
-            hints: info.map(|info| info.hints).unwrap_or_default(),
+            session_hints: info.is_some_and(|info| info.session_hints),
+            priority_hints: info.is_some_and(|info| info.priority_hints),
             model_is_pending: matches!(self.models, PageFacts::Unknown(_)),
             unreported: BTreeMap::new(),
         };

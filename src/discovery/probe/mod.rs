@@ -52,8 +52,10 @@ pub struct Described {
     pub transfer_port: Option<u16>,
     /// Role in disaggregated serving, if the engine has only one.
     pub role: Option<WorkerRole>,
-    /// Whether the engine supports hints of sessions, and of priorities.
-    pub hints: (bool, bool),
+    /// Whether the engine supports hints of sessions.
+    pub session_hints: bool,
+    /// Whether the engine supports hints of priorities.
+    pub priority_hints: bool,
     /// Whether the list of models may still arrive.
     pub model_is_pending: bool,
     /// Facts that no page reports, with the reasons.
@@ -129,8 +131,8 @@ impl Described {
             transfer_port: given.transfer_port.or(self.transfer_port),
             role: given.role.or(self.role),
             engine: given.engine.or(Some(self.engine)),
-            session_hints: given.session_hints && self.hints.0,
-            priority_hints: given.priority_hints && self.hints.1,
+            session_hints: given.session_hints && self.session_hints,
+            priority_hints: given.priority_hints && self.priority_hints,
             ..given.clone()
         };
         if config.lora_adapters.is_empty() {

@@ -45,8 +45,8 @@ pub(super) struct ServerInfo {
     pub(super) load: Option<LoadSource>,
     pub(super) transfer_port: Option<u16>,
     pub(super) role: Option<WorkerRole>,
-    /// Of sessions, and of priorities.
-    pub(super) hints: (bool, bool),
+    pub(super) session_hints: bool,
+    pub(super) priority_hints: bool,
     pub(super) kv_events: Option<KvEventsConfig>,
 }
 
@@ -91,7 +91,8 @@ impl ServerInfo {
             load: load_port.map(|port| LoadSource::Socket(socket(port))).or_else(load_page),
             transfer_port: is_prefill.then(|| small("disaggregation_bootstrap_port")?.try_into().ok()).flatten(),
             role,
-            hints: (is_set("enable_session_radix_cache"), has_priorities),
+            session_hints: is_set("enable_session_radix_cache"),
+            priority_hints: has_priorities,
             kv_events: kv_events.map(|said| KvEventsConfig {
                 endpoint: socket(said.endpoint_port_base),
                 replay_endpoint: said.replay_endpoint_port_base.map(socket),

@@ -71,7 +71,7 @@ impl From<Rejection> for ApiError {
             Rejection::NoneEligible { .. } | Rejection::UnknownRank(_) => none_eligible(),
             Rejection::AllOverloaded { .. } => overloaded(),
             Rejection::Pinned { refused_by, .. } => match refused_by {
-                Some(Filter::Overloaded | Filter::Busy) => overloaded(),
+                Some(Filter::Overloaded | Filter::Busy | Filter::Full) => overloaded(),
                 _ => none_eligible(),
             },
             Rejection::DeadlineExceeded { .. } => {

@@ -37,6 +37,7 @@ mod ended;
 mod keys;
 mod tls;
 
+pub(crate) use access::HintKinds;
 pub use access::WorkerAccess;
 pub(crate) use tls::WorkerTlsFiles;
 pub use tls::{WorkerTlsError, worker_tls};
