@@ -131,8 +131,7 @@ impl Eligibility {
 
     /// Whether a request without an eligible rank waits for one: all are busy, or sleep.
     pub(super) fn waits(&self) -> bool {
-        [Filter::Busy, Filter::Full].into_iter().any(|filter| self.has(filter))
-            || self.has(Filter::Asleep) && !self.has(Filter::Overloaded)
+        self.has(Filter::Busy) || self.has(Filter::Full) || self.has(Filter::Asleep) && !self.has(Filter::Overloaded)
     }
 
     pub(super) fn has(&self, filter: Filter) -> bool {

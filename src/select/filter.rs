@@ -273,23 +273,8 @@ impl Filter {
     /// Whether waiting can end the exclusion, because the rank itself is suitable.
     #[must_use]
     pub fn passes(self) -> bool {
-        match self {
-            Self::Asleep
-            | Self::Unresponsive
-            | Self::Refusing
-            | Self::Lora
-            | Self::Overloaded
-            | Self::Busy
-            | Self::Full
-            | Self::Targets => true,
-            Self::Allowed
-            | Self::Excluded
-            | Self::Pin
-            | Self::RequiredTaints
-            | Self::Custom
-            | Self::Unavailable
-            | Self::Draining => false,
-        }
+        let of_the_request = [Self::Allowed, Self::Excluded, Self::Pin, Self::RequiredTaints, Self::Custom];
+        !of_the_request.contains(&self) && !matches!(self, Self::Unavailable | Self::Draining)
     }
 }
 

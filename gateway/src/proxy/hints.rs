@@ -19,7 +19,6 @@ use tokio::time::Instant;
 
 use super::engine_calls::EngineCalls;
 use crate::formats::openai::{Endpoint, RequestBody, hashed};
-use crate::net::upstream::HintKinds;
 
 /// Idle time after which a later call of any session closes a session. Most tools take seconds.
 const IDLE_MAX: Duration = Duration::from_secs(300);
@@ -42,16 +41,16 @@ impl Hints {
         Self { session, priority }
     }
 
-    /// Fields for the body at an engine that receives these kinds, and the id of the session, which no other model or
-    /// tenant has.
-    pub(super) fn of(&self, model: &str, received: HintKinds) -> (String, Option<String>) {
-        let session = self.session.as_ref().filter(|_| received.sessions);
+    /// Fields for the body at an engine that receives sessions and priorities or not, and the id of the session, which no
+    /// other model or tenant has.
+    pub(super) fn of(&self, model: &str, (sessions, priorities): (bool, bool)) -> (String, Option<String>) {
+        let session = self.session.as_ref().filter(|_| sessions);
         let session = session.map(|name| hashed(&[model, "\n", name].concat()));
         let mut fields = String::new();
         if let Some(id) = &session {
             let _ = write!(fields, "\"session_id\":\"{id}\",");
         }
-        if let Some(priority) = self.priority.filter(|_| received.priorities) {
+        if let Some(priority) = self.priority.filter(|_| priorities) {
             let _ = write!(fields, "\"priority\":{priority},");
         }
         (fields, session)

@@ -27,13 +27,6 @@ use super::{Upstream, UpstreamError};
 #[derive(Clone)]
 pub struct WorkerAccess(Arc<Shared>);
 
-/// Kinds of hints that an engine receives.
-#[derive(Clone, Copy, Default)]
-pub(crate) struct HintKinds {
-    pub(crate) sessions: bool,
-    pub(crate) priorities: bool,
-}
-
 struct Shared {
     upstream: Upstream,
     /// `worker_api_key_file` of the model.
@@ -67,12 +60,12 @@ impl WorkerAccess {
         self.known_key(|workers| workers.binary_search_by_key(&worker, |entry| entry.worker).ok())
     }
 
-    /// Hints that the engine of a worker receives.
-    pub(crate) fn hints(&self, worker: WorkerId) -> HintKinds {
+    /// Whether the engine of a worker receives hints of sessions, and of priorities.
+    pub(crate) fn hints(&self, worker: WorkerId) -> (bool, bool) {
         let workers = self.0.workers.get().map(watch::Receiver::borrow);
         let found = workers.and_then(|workers| {
             let config = &workers[workers.binary_search_by_key(&worker, |entry| entry.worker).ok()?].config;
-            Some(HintKinds { sessions: config.session_hints, priorities: config.priority_hints })
+            Some((config.session_hints, config.priority_hints))
         });
         found.unwrap_or_default()
     }

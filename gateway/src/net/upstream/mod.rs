@@ -37,7 +37,6 @@ mod ended;
 mod keys;
 mod tls;
 
-pub(crate) use access::HintKinds;
 pub use access::WorkerAccess;
 pub(crate) use tls::WorkerTlsFiles;
 pub use tls::{WorkerTlsError, worker_tls};
