@@ -129,7 +129,7 @@ impl Eligibility {
         self.all_open.map_or_else(may_open, |ranks| ranks > 0)
     }
 
-    /// Whether a request without an eligible rank waits for one: all are busy, or sleep.
+    /// Whether a request without an eligible rank waits for one: all are busy, full, or asleep.
     pub(super) fn waits(&self) -> bool {
         self.has(Filter::Busy) || self.has(Filter::Full) || self.has(Filter::Asleep) && !self.has(Filter::Overloaded)
     }

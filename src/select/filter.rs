@@ -273,8 +273,9 @@ impl Filter {
     /// Whether waiting can end the exclusion, because the rank itself is suitable.
     #[must_use]
     pub fn passes(self) -> bool {
-        let of_the_request = [Self::Allowed, Self::Excluded, Self::Pin, Self::RequiredTaints, Self::Custom];
-        !of_the_request.contains(&self) && !matches!(self, Self::Unavailable | Self::Draining)
+        let is_constraint =
+            matches!(self, Self::Allowed | Self::Excluded | Self::Pin | Self::RequiredTaints | Self::Custom);
+        !is_constraint && !matches!(self, Self::Unavailable | Self::Draining)
     }
 }
 
