@@ -1,7 +1,7 @@
 //! Prefill duration estimates: the interface for an embedder's model, and a rate learned per rank.
 //!
-//! Defines the interface ([`PrefillEstimator`]) and the built-in estimate ([`LearnedRate`]). A single observation
-//! changes a learned rate only by a bounded factor, and the rate stays within fixed bounds.
+//! Defines the interface ([`PrefillEstimator`]) and the built-in estimate ([`LearnedRate`]). After the first ones, a single
+//! observation changes a learned rate only by a bounded factor, and the rate stays within fixed bounds.
 //! [`SpeedMeter`](super::SpeedMeter) provides the observations.
 
 use std::time::Duration;
@@ -18,23 +18,22 @@ pub type PrefillEstimator = dyn Fn(WorkerRank, u32, u32) -> Option<Duration> + S
 /// A rank is assumed to compute one prompt after the other, so a prefill runs from its booking, or from the previous
 /// completion if that was later. The average is over time per token, because durations are the output, with weights
 /// that halve every 16 samples. A sample beyond a factor of 4 from the average is clamped to that distance, so one
-/// sample changes a learned rate by at most an eighth down or a thirtieth up, and the first by at most 3/8 down or 3/17
-/// up. Any constant rate within the bounds is learned to 5 % within 256 samples; common rates, from 1,000 to 100,000
-/// tokens per second, within 128.
+/// sample changes a learned rate by at most an eighth down or a thirtieth up. Engines differ by a factor of a thousand,
+/// so a rate starts as the geometric mean of a prior and its first samples, whatever they are.
 ///
 /// The step that computes the end of a prompt also decodes a token of each running request, so its duration without the
 /// prompt does not count. With 250 long requests it is 0.1 s, six times the prefill of 400 tokens beside it.
 ///
-/// Prefills of fewer than 256 tokens are ignored, because fixed costs dominate them. Engines complete prompts computed
-/// together at the same moment; therefore completions less than 5 ms apart are merged, with their tokens and time, into
-/// one sample. A single number cannot represent that long prompts take more time per token: the rate is valid for the
-/// prompts that the rank receives.
+/// Prefills of fewer than 256 tokens are ignored, because fixed costs dominate them, unless the first ones take a
+/// second. Engines complete prompts computed together at the same moment; therefore completions less than 5 ms apart are
+/// merged, with their tokens and time, into one sample. A single number cannot represent that long prompts take more time
+/// per token: the rate is valid for the prompts that the rank receives.
 ///
 /// ```
 /// use pointsman::internals::load::LearnedRate;
 /// use pointsman::protocol::Timestamp;
 ///
-/// let mut rate = LearnedRate::default();
+/// let mut rate = LearnedRate::from_known(LearnedRate::PRIOR);
 /// assert_eq!(rate.tokens_per_second(), LearnedRate::PRIOR);
 /// for second in 0..60 {
 ///     let booked = Timestamp(second * 1_000_000_000);
@@ -48,6 +47,8 @@ pub type PrefillEstimator = dyn Fn(WorkerRank, u32, u32) -> Option<Duration> + S
 pub struct LearnedRate {
     seconds_per_token: f64,
     samples: u32,
+    /// Weight in samples of the rate at the start.
+    known_samples: u32,
     /// Time of the latest completion.
     completed: Timestamp,
     /// Completions too close together for a sample of their own.
@@ -79,10 +80,16 @@ impl LearnedRate {
     pub const PRIOR: f64 = 10_000.0;
 
     /// Weight of the prior in samples.
-    pub const PRIOR_SAMPLES: u32 = 4;
+    pub const PRIOR_SAMPLES: u32 = 1;
+
+    /// Weight of a known rate in samples.
+    pub const KNOWN_SAMPLES: u32 = 4;
+
+    /// Number of samples after which an unknown rate is known.
+    pub const FIRST_SAMPLES: u32 = 8;
 
     /// Minimum tokens per second.
-    pub const MIN: f64 = 100.0;
+    pub const MIN: f64 = 10.0;
 
     /// Maximum tokens per second.
     pub const MAX: f64 = 1_000_000.0;
@@ -90,24 +97,28 @@ impl LearnedRate {
     /// Minimum tokens of a prefill that is used as a sample.
     pub const TOKENS_MIN: u32 = 256;
 
-    /// Starts with a rate that has the weight of [`Self::PRIOR_SAMPLES`] samples, clamped to the bounds.
+    /// Minimum time of a shorter one, while the rate is unknown: the fixed costs of engines are far below it.
+    pub const SHORT_MIN: Duration = Duration::from_secs(1);
+
+    /// Starts with a rate that has the weight of [`Self::KNOWN_SAMPLES`] samples, clamped to the bounds. The prior itself has
+    /// the weight of [`Self::PRIOR_SAMPLES`].
     #[must_use]
-    pub fn from_prior(tokens_per_second: f64) -> Self {
+    pub fn from_known(tokens_per_second: f64) -> Self {
         let known = if tokens_per_second.is_nan() { Self::PRIOR } else { tokens_per_second };
         Self {
             seconds_per_token: 1.0 / known.clamp(Self::MIN, Self::MAX),
             samples: 0,
+            known_samples: if known == Self::PRIOR { Self::PRIOR_SAMPLES } else { Self::KNOWN_SAMPLES },
             completed: Timestamp::default(),
             pending: Work::default(),
         }
     }
 
-    /// The same state with another rate, which has the weight of [`Self::PRIOR_SAMPLES`] samples: an outdated rate
-    /// counts no more than a prior.
+    /// The same state with another rate, which has the weight of [`Self::KNOWN_SAMPLES`] samples, as an outdated one has.
     #[must_use]
     pub fn restarted(&self, tokens_per_second: f64) -> Self {
         let Self { completed, pending, .. } = *self;
-        Self { completed, pending, ..Self::from_prior(tokens_per_second) }
+        Self { completed, pending, ..Self::from_known(tokens_per_second) }
     }
 
     /// Records the completion of a prefill, and returns the time that it took.
@@ -120,7 +131,8 @@ impl LearnedRate {
     /// Learns from a prefill of `tokens` computed tokens in `time`, on a rank whose decode steps take `step_seconds`.
     /// Returns whether the rate changed.
     pub fn observe(&mut self, tokens: u32, time: Duration, step_seconds: f64) -> bool {
-        if tokens < Self::TOKENS_MIN {
+        let is_new = self.known_samples == Self::PRIOR_SAMPLES && self.samples < Self::FIRST_SAMPLES;
+        if tokens < Self::TOKENS_MIN && (time < Self::SHORT_MIN || !is_new) {
             return false;
         }
         self.pending.tokens = self.pending.tokens.saturating_add(u64::from(tokens));
@@ -129,18 +141,21 @@ impl LearnedRate {
         if taken {
             let Work { tokens, time } = std::mem::take(&mut self.pending);
             let seconds = time.as_secs_f64();
-            self.sample((seconds - step_seconds).max(seconds * PREFILL_SHARE_MIN) / tokens as f64);
+            self.sample((seconds - step_seconds).max(seconds * PREFILL_SHARE_MIN) / tokens as f64, is_new);
         }
         taken
     }
 
-    fn sample(&mut self, seconds_per_token: f64) {
+    fn sample(&mut self, seconds_per_token: f64, is_new: bool) {
         self.samples = self.samples.saturating_add(1);
-        let known = f64::from(self.samples) + f64::from(Self::PRIOR_SAMPLES);
-        let (mean, share) = (self.seconds_per_token, SHARE_MIN.max(1.0 / known));
-        let near = seconds_per_token.clamp(mean / REACH, mean * REACH);
-        self.seconds_per_token = (mean + share * (near - mean)).clamp(1.0 / Self::MAX, 1.0 / Self::MIN);
-        debug_assert!(self.seconds_per_token.is_finite(), "a rate of {near} after {mean}");
+        let weight = self.samples.saturating_add(self.known_samples);
+        let (mean, share) = (self.seconds_per_token, SHARE_MIN.max(1.0 / f64::from(weight)));
+        let next = if is_new {
+            mean.powf(1.0 - share) * seconds_per_token.powf(share)
+        } else {
+            mean + share * (seconds_per_token.clamp(mean / REACH, mean * REACH) - mean)
+        };
+        self.seconds_per_token = next.clamp(1.0 / Self::MAX, 1.0 / Self::MIN);
     }
 
     /// The learned rate.
@@ -164,12 +179,6 @@ impl LearnedRate {
         assert!((least..=most).contains(&self.seconds_per_token), "{} s a token", self.seconds_per_token);
         assert!(self.pending.time < TIME_MIN, "{:?} should be a sample", self.pending);
         assert!(self.pending.tokens > 0 || self.pending.time.is_zero(), "time without tokens: {:?}", self.pending);
-    }
-}
-
-impl Default for LearnedRate {
-    fn default() -> Self {
-        Self::from_prior(Self::PRIOR)
     }
 }
 
@@ -207,14 +216,25 @@ mod tests {
     }
 
     #[test]
-    fn constant_rate_is_learned_within_the_documented_samples() {
-        let rows = [(100.0, 256), (1_000.0, 128), (9_000.0, 16), (30_000.0, 128), (100_000.0, 128), (1_000_000.0, 256)];
-        for (truth, samples) in rows {
-            let mut rate = LearnedRate::default();
-            SteadyEngine::steady(truth).teach(&mut rate, samples);
+    fn unknown_rate_is_learned_from_its_first_samples() {
+        for (truth, near, samples) in
+            [(10.0, 5.0, 128), (100.0, 3.0, 64), (9_000.0, 1.05, 8), (100_000.0, 1.5, 128), (1_000_000.0, 2.0, 256)]
+        {
+            let (mut rate, mut engine) = (LearnedRate::from_known(LearnedRate::PRIOR), SteadyEngine::steady(truth));
+            engine.teach(&mut rate, 8);
+            let factor = (rate.tokens_per_second() / truth).max(truth / rate.tokens_per_second());
+            assert!(factor < near, "{factor} after 8 samples of {truth}");
+            engine.teach(&mut rate, samples);
             assert!(off(&rate, truth) < 0.05, "{} after {samples} samples of {truth}", rate.tokens_per_second());
         }
-        let mut slowed = LearnedRate::from_prior(100_000.0);
+        let (mut cold, mut engine) =
+            (LearnedRate::from_known(LearnedRate::PRIOR), SteadyEngine::steady(LearnedRate::PRIOR / 50.0));
+        engine.teach(&mut cold, 1);
+        engine.tokens_per_second = LearnedRate::PRIOR;
+        engine.teach(&mut cold, 8);
+        let factor = LearnedRate::PRIOR / cold.tokens_per_second();
+        assert!((1.0..1.7).contains(&factor), "{factor} times slower, 7 samples after a cold start");
+        let mut slowed = LearnedRate::from_known(100_000.0);
         let mut engine = SteadyEngine::steady(100_000.0);
         engine.teach(&mut slowed, 1_000);
         engine.tokens_per_second = 10_000.0;
@@ -228,7 +248,7 @@ mod tests {
             observations in prop::collection::vec((any::<u32>(), any::<u64>(), any::<u64>(), 0..70u32), 1..200),
             step_seconds in 0.0..10.0,
         ) {
-            let mut rate = LearnedRate::default();
+            let mut rate = LearnedRate::from_known(20_000.0);
             for (tokens, booked, completed, shift) in observations {
                 let before = rate;
                 let (booked, completed) = (Timestamp(booked >> shift.min(63)), Timestamp(completed >> shift.min(63)));
@@ -237,7 +257,7 @@ mod tests {
                 rate.check_invariants();
                 prop_assert_eq!(rate.samples(), before.samples() + u32::from(touched));
                 let moved = rate.seconds_per_token / before.seconds_per_token;
-                let share = SHARE_MIN.max(1.0 / f64::from(rate.samples() + LearnedRate::PRIOR_SAMPLES));
+                let share = SHARE_MIN.max(1.0 / f64::from(rate.samples() + LearnedRate::KNOWN_SAMPLES));
                 prop_assert!((1.0 - 0.75 * share - 1e-9..=1.0 + 3.0 * share + 1e-9).contains(&moved), "by {moved}");
                 prop_assert!(touched || moved == 1.0);
             }

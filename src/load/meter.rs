@@ -161,7 +161,7 @@ impl SpeedMeter {
         let known = cell.speed_or(EngineSpeed::prior(block_size));
         Self {
             block_size,
-            rate: LearnedRate::from_prior(known.work_tokens_per_second),
+            rate: LearnedRate::from_known(known.work_tokens_per_second),
             step: LearnedStep::from_known(&known, block_size),
             output: MeanOutput::from_known(cell.output_tokens()),
             bias: cell.bias().map(|factor| LearnedBias::from_known(factor.unwrap_or(1.0))),
@@ -297,7 +297,8 @@ impl SpeedMeter {
         let (requests, blocks) = self.total_load();
         let step_seconds = self.speed().step(f64::from(requests), f64::from(blocks));
         // It may have been computed beside a long one, so its completion is no information.
-        let is_long = prefill.work_tokens() >= LearnedRate::TOKENS_MIN;
+        let is_long = prefill.work_tokens() >= LearnedRate::TOKENS_MIN
+            || self.own_time.now.since(booked) >= LearnedRate::SHORT_MIN;
         is_long.then(|| (prefill, self.rate.completed(booked, self.own_time.now), step_seconds))
     }
 
@@ -310,7 +311,7 @@ impl SpeedMeter {
         }
     }
 
-    /// Learns from a prefill. An outdated rate counts as a prior, reduced by its age.
+    /// Learns from a prefill. An outdated rate counts as four samples, reduced by its age.
     fn learn_rate(&mut self, sample: (PrefillLoadHint, Duration, f64), now: Timestamp) -> bool {
         let (prefill, time, step_seconds) = sample;
         let tokens = prefill.work_tokens();

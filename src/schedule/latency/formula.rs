@@ -19,7 +19,7 @@
 //! copy     = min(P · copied, 2 · copied + its part of stall and later)
 //! cost     = 3 · ttft + stall + later + D · (decode + slowdown) + displace − copy
 //! longest  = 2 · mean wait + mean prefill                            of the pool
-//! D        = max(1 / (1 − utilization), min(mean step / step_seconds, 2)) / 5
+//! D        = max(1 / (1 − utilization), min(mean step / step_seconds, 8)) / 5
 //! ```
 //!
 //! - *ttft*: time to the first token: earlier prefills, blocks that must become free, its own uncached prompt, and one
@@ -35,8 +35,8 @@
 //!   steps during that output. The price `D` is 1/5 on an idle pool: the difference in load between ranks lasts for a
 //!   part of the output only, because active requests end and later ones go to ranks with fewer. Prefills between the
 //!   steps stretch a second of decode to `1 / (1 − utilization)` seconds. Where steps are long rather than interrupted, a
-//!   request that decodes longer slows down later requests by a share that grows with the load, and the price is up to
-//!   2/5.
+//!   request that decodes longer slows down later requests, in steady state by the ratio of a step to an empty one, and
+//!   the price is up to 8/5.
 //! - *displace*: newly computed blocks evict blocks that later requests would have used. They are computed again on an
 //!   average rank, where a second of work costs `P`.
 //! - *copy*: a prefix on many ranks, or only on crowded ones, is requested repeatedly; `copied` is the part of prefill
@@ -44,7 +44,7 @@
 //!   few requests would stay on warm ranks beside an idle one. The caller waits for it in any case, so its time counts at
 //!   least once, and a cost always decreases with the cached part.
 //!
-//! The weight 3, the limit 2, the fifth and the reuse are measured; `docs/decisions` has the forms that were dropped.
+//! The weight 3, the limit 8, the fifth and the reuse are measured; `docs/decisions` has the forms that were dropped.
 
 use std::ops::{Add, Mul, Sub};
 
@@ -61,7 +61,7 @@ const TTFT_WEIGHT: f64 = 3.0;
 const IMBALANCE_SHARE: f64 = 0.2;
 
 /// Upper limit of the price of a second of decode time from the length of steps, before the share.
-const STEP_PRICE_MAX: f64 = 2.0;
+const STEP_PRICE_MAX: f64 = 8.0;
 
 /// Upper limit of the utilization in the price of decode time, which is at most 1.
 const DECODE_UTILIZATION_MAX: f64 = 0.8;
@@ -521,7 +521,7 @@ mod tests {
         close(within.later, 2.0 * 10.0 / 0.1);
         close(beyond.later, within.later);
         close(beyond.decode, 1.0);
-        close(WorkPrices::of(&PoolLoad { utilization: 0.2, step_ratio: 3.0, ..load }).decode, 0.4);
+        close(WorkPrices::of(&PoolLoad { utilization: 0.2, step_ratio: 9.0, ..load }).decode, 1.6);
     }
 
     proptest! {
