@@ -97,8 +97,8 @@ impl LearnedRate {
     /// Minimum tokens of a prefill that is used as a sample.
     pub const TOKENS_MIN: u32 = 256;
 
-    /// Minimum time of a shorter one, while the rate is unknown: the fixed costs of engines are far below it.
-    pub const SHORT_MIN: Duration = Duration::from_secs(1);
+    /// Minimum tokens and time of a shorter one, while the rate is unknown. The time does not count: fixed costs are below it.
+    pub const SHORT_MIN: (u32, Duration) = (32, Duration::from_secs(1));
 
     /// Starts with a rate that has the weight of [`Self::KNOWN_SAMPLES`] samples, clamped to the bounds. The prior itself has
     /// the weight of [`Self::PRIOR_SAMPLES`].
@@ -117,8 +117,7 @@ impl LearnedRate {
     /// The same state with another rate, which has the weight of [`Self::KNOWN_SAMPLES`] samples, as an outdated one has.
     #[must_use]
     pub fn restarted(&self, tokens_per_second: f64) -> Self {
-        let Self { completed, pending, .. } = *self;
-        Self { completed, pending, ..Self::from_known(tokens_per_second) }
+        Self { completed: self.completed, pending: self.pending, ..Self::from_known(tokens_per_second) }
     }
 
     /// Records the completion of a prefill, and returns the time that it took.
@@ -132,9 +131,12 @@ impl LearnedRate {
     /// Returns whether the rate changed.
     pub fn observe(&mut self, tokens: u32, time: Duration, step_seconds: f64) -> bool {
         let is_new = self.known_samples == Self::PRIOR_SAMPLES && self.samples < Self::FIRST_SAMPLES;
-        if tokens < Self::TOKENS_MIN && (time < Self::SHORT_MIN || !is_new) {
+        let (tokens_min, fixed) = if is_new { Self::SHORT_MIN } else { (Self::TOKENS_MIN, Duration::ZERO) };
+        let fixed = if tokens < Self::TOKENS_MIN { fixed } else { Duration::ZERO };
+        if tokens < tokens_min || time < fixed {
             return false;
         }
+        let time = time - fixed;
         self.pending.tokens = self.pending.tokens.saturating_add(u64::from(tokens));
         self.pending.time = self.pending.time.saturating_add(time);
         let taken = self.pending.time >= TIME_MIN;
@@ -175,8 +177,7 @@ impl LearnedRate {
     /// # Panics
     /// If the rate is out of bounds, or a complete sample is pending.
     pub fn check_invariants(&self) {
-        let (least, most) = (1.0 / Self::MAX, 1.0 / Self::MIN);
-        assert!((least..=most).contains(&self.seconds_per_token), "{} s a token", self.seconds_per_token);
+        assert!((1.0 / Self::MAX..=1.0 / Self::MIN).contains(&self.seconds_per_token), "{}", self.seconds_per_token);
         assert!(self.pending.time < TIME_MIN, "{:?} should be a sample", self.pending);
         assert!(self.pending.tokens > 0 || self.pending.time.is_zero(), "time without tokens: {:?}", self.pending);
     }

@@ -298,7 +298,7 @@ impl SpeedMeter {
         let step_seconds = self.speed().step(f64::from(requests), f64::from(blocks));
         // It may have been computed beside a long one, so its completion is no information.
         let is_long = prefill.work_tokens() >= LearnedRate::TOKENS_MIN
-            || self.own_time.now.since(booked) >= LearnedRate::SHORT_MIN;
+            || self.own_time.now.since(booked) >= LearnedRate::SHORT_MIN.1;
         is_long.then(|| (prefill, self.rate.completed(booked, self.own_time.now), step_seconds))
     }
 

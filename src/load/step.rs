@@ -1,6 +1,6 @@
 //! Step time of an engine, learned from the durations of known numbers of steps.
 //!
-//! Fits three numbers: seconds per step, per running request and per KV block. Each stays within a factor of 1,000 of its
+//! Fits three numbers: seconds per step, per running request and per KV block. Each stays within a factor of 100 of its
 //! prior, for any input. The step time is accurate at loads similar to the observed ones, even if requests and blocks
 //! grew together and cannot be distinguished. [`SpeedMeter`](super::SpeedMeter) provides the samples and subtracts the
 //! time of prefills.
