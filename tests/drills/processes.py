@@ -557,7 +557,7 @@ def drills():
             asyncio.run(handover(http2, stream_s, *((2, 8) if QUICK else (5, 40))))
     budget(64, 1.2)
     if not QUICK:
-        hostile_prompts(6, 400_000, 6)
+        hostile_prompts(6, 400_000, 15)
         open_streams(19_000)
     disk(5, 30 if QUICK else 300)
 
