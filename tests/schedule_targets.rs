@@ -6,10 +6,10 @@ use pointsman::config::PrefillModel;
 use pointsman::internals::config::{LoadConfig, QueueConfig};
 use pointsman::internals::load::EngineSpeed;
 use pointsman::internals::schedule::{
-    ExplainedRank, Explanation, LatencyPrediction, Purpose, ResolvedOptions, ResolvedTargets, Target, TargetsMissed,
+    ExplainedRank, Explanation, LatencyPrediction, Purpose, ResolvedOptions, ResolvedTargets, TargetsMissed,
 };
 use pointsman::policy::{KvConfig, Policy, PolicyConfig};
-use pointsman::test_support::{RequestOutcome, SampleRequest, SimulatedFleet, rank};
+use pointsman::test_support::{RequestOutcome, SampleRequest, SimulatedFleet};
 use pointsman::{Filter, Rejection, RouterConfig};
 use proptest::prelude::*;
 
@@ -25,15 +25,8 @@ fn latency() -> RouterConfig {
 /// Two ranks: rank 0 has the whole prompt cached, of which the last block is computed again, and a queue of 75 blocks, 0.51 s of prefill.
 fn warm_and_idle(config: RouterConfig) -> SimulatedFleet {
     let mut fleet = SimulatedFleet::new(config, 2);
-    let expected_duration = Some(Duration::from_secs_f64(EngineSpeed::prior(64).prefill(work(4_800.0, 0.0))));
-    let target = Target::Exactly { rank: rank(0), cached_tokens: None, expected_duration };
-    fleet.request(9, &SampleRequest { blocks: 75, prompt: 9, target, waits: false, ..SampleRequest::default() });
+    fleet.occupy(9, 0, 75);
     fleet
-}
-
-/// Work tokens of new tokens after cached ones.
-fn work(tokens: f64, cached: f64) -> f64 {
-    tokens * (1.0 + (cached + tokens / 2.0) / 33_000.0)
 }
 
 fn sample(fleet: &SimulatedFleet, ttft_ms: Option<f64>, itl_ms: Option<f64>, rejects: bool) -> SampleRequest {
@@ -76,25 +69,13 @@ fn close(got: f64, want: f64) {
 fn worked_example_of_predictions() {
     let rows = explained(&mut warm_and_idle(latency()), &plain()).ranks;
     let speed = EngineSpeed::prior(64);
+    let work = |tokens: f64, cached: f64| tokens * (1.0 + (cached + tokens / 2.0) / 33_000.0);
     let wait = speed.prefill(work(4_800.0, 0.0));
     let step = 0.004 + 20e-6 + 75.0 * 64.0 * 65e-9;
     close(prediction(&rows[0]).ttft_seconds.expect("prefill"), wait + speed.prefill(work(64.0, 6_336.0)) + step);
     close(prediction(&rows[0]).itl_seconds.expect("decode"), 0.004 + 2.0 * 20e-6 + 175.0 * 64.0 * 65e-9);
     close(prediction(&rows[1]).ttft_seconds.expect("prefill"), speed.prefill(work(6_400.0, 0.0)) + 0.004);
     close(prediction(&rows[1]).itl_seconds.expect("decode"), 0.004 + 20e-6 + 100.0 * 64.0 * 65e-9);
-}
-
-/// Before any learning, an engine may be a thousand times slower than assumed: a rank does not become idle by time alone.
-#[test]
-fn prefill_of_unknown_duration_lasts_until_its_report() {
-    let mut fleet = SimulatedFleet::new(latency(), 2);
-    fleet.occupy(9, 0, 75);
-    fleet.now = fleet.now + Duration::from_secs(60);
-    let rows = explained(&mut fleet, &plain()).ranks;
-    let speed = EngineSpeed::prior(64);
-    let step = 0.004 + 20e-6 + 75.0 * 64.0 * 65e-9;
-    let ttft = speed.prefill(4_800.0) + speed.prefill(work(64.0, 6_336.0)) + step;
-    close(prediction(&rows[0]).ttft_seconds.expect("prefill"), ttft);
 }
 
 #[test]

@@ -9,7 +9,7 @@ use super::latency::prediction::duration;
 use super::rank::Rank;
 use super::search::Search;
 use super::{Decision, LatencyPrediction, LoadView, Target};
-use crate::load::{LearnedRate, PrefillLoadHint, work_tokens};
+use crate::load::{PrefillLoadHint, work_tokens};
 
 impl<T, V: LoadView> Case<'_, T, V> {
     /// The decision for the rank at `position`, with what the `search` for the request has found.
@@ -77,7 +77,7 @@ impl<T, V: LoadView> Case<'_, T, V> {
     }
 
     /// Expected duration of the uncached prefill on the rank, from the embedder's estimator or the learned speed.
-    /// `assumed_duration` is by the speed that the cost of a policy in seconds assumes.
+    /// `assumed_duration` also applies before any learning.
     fn expected_duration(
         &self,
         rank: &Rank,
@@ -97,12 +97,10 @@ impl<T, V: LoadView> Case<'_, T, V> {
         if !self.settings.pool.models_prefill {
             return None;
         }
-        let work_tokens = work_tokens(new_tokens, cached_tokens);
-        let (learned, has_reported) =
-            self.loads.with_speed(rank.slot(), |cell| (cell.prefill_time(work_tokens), cell.bias()[0].is_some()));
-        // An assumed rate may be wrong by a factor of a thousand: until one is learned, a prefill ends with its report.
-        // Earlier reports without a rate are of short prefills on an engine that is not slow.
-        let is_short = has_reported && work_tokens < f64::from(LearnedRate::TOKENS_MIN);
-        if is_latency { (is_short || learned.is_some()).then(assumed_duration) } else { learned }
+        // A policy in seconds must not treat an unknown wait as zero.
+        if is_latency {
+            return Some(assumed_duration());
+        }
+        self.loads.with_speed(rank.slot(), |cell| cell.prefill_time(work_tokens(new_tokens, cached_tokens)))
     }
 }
