@@ -120,7 +120,7 @@ async fn a_recovered_rank_regains_its_share_within_two_minutes() {
 /// it has its share of the requests and of the hits, by its lower load alone.
 #[tokio::test(start_paused = true)]
 async fn an_emptied_rank_fills_again() {
-    for (us_per_token, after) in [(160, 700), (40, 1_200)] {
+    for (us_per_token, after) in [(160, 600), (40, 1_200)] {
         let (mut traffic, mut cached) = (Traffic::new(Policy::Latency, 4).await, BTreeMap::new());
         let (mut free_at_us, mut sent, mut hits) = ([0; 4], [0; 4], [0; 4]);
         for n in 0..1_000 + after + 600 {

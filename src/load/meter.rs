@@ -296,7 +296,7 @@ impl SpeedMeter {
     fn timed(&mut self, prefill: PrefillLoadHint, booked: Timestamp) -> Option<(PrefillLoadHint, Duration, f64)> {
         let (requests, blocks) = self.total_load();
         let step_seconds = self.speed().step(f64::from(requests), f64::from(blocks));
-        // A short one may have been computed beside a long one, so its completion is no information, except without any.
+        // A short one may have been computed beside a long one, so its completion is no information, unless the rate has no sample.
         let is_first = self.rate.samples() == 0 && self.own_time.now.since(booked) >= LearnedRate::SHORT_MIN.1;
         (is_first || prefill.work_tokens() >= LearnedRate::TOKENS_MIN)
             .then(|| (prefill, self.rate.completed(booked, self.own_time.now), step_seconds))

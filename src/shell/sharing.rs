@@ -305,8 +305,7 @@ impl SharingShell {
     /// Number of new bookings of other replicas on ranks with recent own ones, if another rank would have been idle sooner.
     fn count_conflicts(&mut self, changed: &[WorkerRank], now: Timestamp) -> u64 {
         let mut conflicts = 0;
-        let tokens = |rank: &SharedRank| rank.board.prefill.bounds(now).1;
-        let wait = |rank: &SharedRank| (rank.board.prefill.wait(now).0 + rank.peers.prefill, tokens(rank));
+        let wait = |rank: &SharedRank| rank.board.prefill.wait(now).0 + rank.peers.prefill;
         let mut least = None;
         for rank in changed {
             let booked: Vec<(ReplicaId, u32)> = self.peers.booked(*rank).collect();

@@ -12,8 +12,7 @@ fn failing(status_share: f64) -> Faults {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_failed_rank_is_replaced_by_another() {
-    // At most two ranks of an engine fail per request: within the ten retries that are always allowed.
-    let prompts: Vec<_> = (0..5).map(|seed| prompt(100 + seed, 5)).collect();
+    let prompts: Vec<_> = (0..8).map(|seed| prompt(100 + seed, 5)).collect();
     let expected = alone(&prompts, 6).await;
     for (protocol, decodes) in Protocol::ALL.into_iter().flat_map(|protocol| [(protocol, false), (protocol, true)]) {
         let pools = Pools::start(protocol, Size { ranks: ranks(protocol), ..SMALL }, |_| {}).await;
