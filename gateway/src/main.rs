@@ -28,7 +28,7 @@ use pointsman_trial::mock::{MockConfig, MockEngine};
 use command::demo::OneModel;
 use command::output::{Stop, ended, print, print_error};
 
-/// After a burst of small requests, glibc's allocator keeps all of their memory and jemalloc three quarters.
+/// After a burst of small requests, the allocator of glibc keeps all of their memory; jemalloc needs `make` to be built.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 

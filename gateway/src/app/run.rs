@@ -14,9 +14,8 @@ use tokio::time::{Instant, sleep};
 
 use super::reload::Reloader;
 use super::{Gateway, LoadSettings};
-use crate::net::cores::STACK_BYTES;
-use crate::net::listener::Drained;
-use crate::net::listener::PassedSockets;
+use crate::net::cores;
+use crate::net::listener::{Drained, PassedSockets};
 use crate::observe::log::{start_log, write_problems};
 use crate::observe::page::Metrics;
 use crate::pools::latest::Latest;
@@ -75,7 +74,7 @@ pub fn run(settings: Settings, load: LoadSettings) -> ExitCode {
 fn run_logged(settings: Settings, load: LoadSettings) -> Result<Ended, String> {
     let sockets = PassedSockets::of_process().map_err(|error| format!("passed sockets (LISTEN_FDS): {error}"))?;
     let level = parse_level(&settings.gateway.log_level).map_err(|error| format!("gateway.log_level: {error}"))?;
-    let runtime = tokio::runtime::Builder::new_multi_thread().thread_stack_size(STACK_BYTES).enable_all().build();
+    let runtime = cores::build(&mut tokio::runtime::Builder::new_multi_thread());
     let runtime = runtime.map_err(|error| format!("no runtime: {error}"))?;
     // The log counts dropped lines, so the recorder is installed first.
     drop(Metrics::install(workers::series(settings.gateway.metrics_workers_max)));

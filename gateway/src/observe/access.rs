@@ -47,13 +47,13 @@ pub(crate) struct AccessRecord {
     worker: Option<String>,
     worker_id: Option<u64>,
     rank: Option<u32>,
-    decision: Option<u64>,
+    pub(crate) decision: Option<u64>,
     forgone_blocks: u32,
     /// Time in the router, over all placements.
     routing: Duration,
     /// Failures before each retry, oldest first.
     retry_reasons: Vec<&'static str>,
-    prefill_worker: Option<String>,
+    pub(crate) prefill_worker: Option<String>,
     prefill_rank: Option<u32>,
     attempts: u32,
     migrations: u32,
@@ -123,11 +123,6 @@ impl AccessRecord {
         let prompt = self.prompt_tokens.map(u64::from);
         let (cached, completion) = (self.cached_tokens.map_or(0, u64::from), self.output_tokens.unwrap_or(0));
         (self.attempts > 0).then_some(TokenUse { prompt, cached, completion })
-    }
-
-    /// Whether a rank was chosen.
-    pub(crate) fn was_placed(&self) -> bool {
-        self.decision.is_some() || self.prefill_worker.is_some()
     }
 
     /// Mean time between the tokens of a streamed response that has ended after `duration`.

@@ -25,7 +25,7 @@ use crate::tokens::LengthReport;
 /// gateway.
 pub(crate) struct Account {
     meters: Arc<Meters>,
-    model: Arc<ModelMeters>,
+    pub(super) model: Arc<ModelMeters>,
     endpoint: Endpoint,
     started: Instant,
     /// Accumulated waiting time outside the gateway.
@@ -92,11 +92,6 @@ impl Account {
 
     pub(crate) fn started(&self) -> Instant {
         self.started
-    }
-
-    /// Sets the model of the request.
-    pub(crate) fn is_for(&mut self, model: &Arc<ModelMeters>) {
-        self.model = Arc::clone(model);
     }
 
     /// Adds the time since `then` as waiting time.
@@ -247,7 +242,8 @@ impl Account {
         let is_cut = StreamBreak::ALL.iter().any(|reason| reason.name() == self.outcome);
         let is_limit = self.access.error.is_some_and(|code| code.ends_with("_exceeded"));
         let is_error = is_cut || self.status >= 500 || self.status == 429 && !is_limit;
-        if let Some(code) = self.access.error.filter(|_| is_error && !self.access.was_placed()) {
+        let is_placed = self.access.decision.is_some() || self.access.prefill_worker.is_some();
+        if let Some(code) = self.access.error.filter(|_| is_error && !is_placed) {
             activity.rejected(self.arrived(), code);
         }
         activity.ended(&Ended { is_error, itl: self.access.mean_itl(self.started.elapsed()).filter(|_| !is_error) });

@@ -183,7 +183,9 @@ async fn forward(
     let is_translated = prepared.worker_endpoint != endpoint;
     let translation = is_translated.then(|| Translation {
         model: prepared.requested_model.clone(),
-        prompt_tokens: prepared.prompt_tokens().unwrap_or_else(|| estimated_tokens(prepared.body.len())),
+        prompt_tokens: prepared
+            .prompt_tokens()
+            .unwrap_or_else(|| prepared.body.len().div_ceil(4).try_into().unwrap_or(u32::MAX)),
         known,
         is_cut_short: Arc::clone(account.is_cut_short.insert(Arc::default())),
     });
@@ -201,11 +203,6 @@ async fn forward(
         Box::new(Migration::new(context, prepared, (headers, request_id), rank))
     });
     Ok(Reply::Started(Forwarded { begin, translation, known, renamed, migration }))
-}
-
-/// Tokens of a body, at the usual four bytes each.
-fn estimated_tokens(body_bytes: usize) -> u32 {
-    u32::try_from(body_bytes / 4).unwrap_or(u32::MAX)
 }
 
 /// Response of a worker that has started one.

@@ -153,7 +153,7 @@ impl RoutableRequest {
         let named = parsed.model.clone().or_else(|| target.model(&context.settings));
         let owner = owner_of(context, target, &parsed, tenant).await?;
         let (model, adapter) = model_of(context, named.as_deref(), owner.as_ref())?;
-        account.is_for(&model.meters);
+        account.model = Arc::clone(&model.meters);
         let kind = kind_of(account, endpoint, parsed.stream);
         let mut options = options_of(context, account, &model.settings.name, (headers, &parsed, tenant))?;
         options.constraints.pin =

@@ -43,7 +43,7 @@ const SAMPLES: [&str; 7] = ["plain text", " a space first", "\n\nlines\n", "  ",
 
 /// A tokenizer and its resources.
 pub(super) struct Local {
-    tokenizer: Tokenizer,
+    pub(super) tokenizer: Tokenizer,
     /// The fast form of the tokenizer, if it has one.
     words: Option<Words>,
     templates: Templates,
@@ -122,12 +122,6 @@ impl Local {
             self.placeholders = Placeholders::of(&self.tokenizer, Some(text));
         }
         is_token
-    }
-
-    /// The tokenizer.
-    #[cfg(test)]
-    pub(super) fn into_tokenizer(self) -> Tokenizer {
-        self.tokenizer
     }
 
     /// Whether texts of this length are tokenized on the threads of requests.

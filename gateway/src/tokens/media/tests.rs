@@ -242,7 +242,7 @@ proptest! {
     ) {
         const NAMES: [&str; 4] = ["a", "b", "img-3", "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef"];
         static PLACEHOLDERS: LazyLock<Placeholders> =
-            LazyLock::new(|| Placeholders::of(&local("vision.jinja").into_tokenizer(), None).unwrap());
+            LazyLock::new(|| Placeholders::of(&local("vision.jinja").tokenizer, None).unwrap());
         let placeholders = &*PLACEHOLDERS;
         let lengths = Arc::new(MediaLengths::new());
         let length_of = |name: usize| 1 + name * 5;
