@@ -103,7 +103,7 @@ pub struct Sessions {
     /// Present once bindings are shared with other replicas.
     sharing: Option<Sharing>,
     /// Number of agents by program.
-    agents: BTreeMap<u64, u32>,
+    pub(crate) agents: BTreeMap<u64, u32>,
     /// Position of the longest idle session of a working set; [`NONE`] if there is none.
     first_counted: u32,
     /// Tokens of the working sets, without zeros.

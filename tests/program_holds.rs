@@ -9,7 +9,7 @@ use pointsman::internals::schedule::{Input, ResolvedOptions};
 use pointsman::internals::session::{Claims, PlacedCall};
 use pointsman::protocol::Timestamp;
 use pointsman::test_support::{RequestOutcome, SampleRequest, SimulatedFleet, rank};
-use pointsman::{RankTraits, SessionId};
+use pointsman::{LimitKind, RankTraits, Rejection, SessionId};
 use proptest::prelude::*;
 
 use crate::effort::effort;
@@ -25,6 +25,7 @@ fn fleet(ranks: u64, total_kv_blocks: Option<u32>) -> SimulatedFleet {
             QueueClass { program_hold_ms, ..QueueClass::named("batch") },
             QueueClass { requests_max_per_rank: Some(0), program_hold_ms, ..QueueClass::named("no-wait") },
             QueueClass::named("interactive"),
+            QueueClass { program_hold_ms, refuse_program_starts: true, ..QueueClass::named("refusing") },
         ];
     });
     let mut fleet = SimulatedFleet::new(config, 0);
@@ -116,6 +117,31 @@ fn a_hold_ends_at_its_limit_and_with_its_caller() {
 }
 
 #[test]
+fn a_class_can_refuse_programs_that_would_have_to_wait() {
+    let of_program = |id, program, blocks| {
+        let mut call = call(id, blocks);
+        (call.options.program, call.options.policy_class) = (program, Some("refusing".into()));
+        call
+    };
+    let mut fleet = fleet(1, Some(100));
+    fleet.request(0, &of_program(0, 1, 60));
+    fleet.request(1, &of_program(1, 2, 50));
+    let RequestOutcome::Rejected(Rejection::Backpressure(refused)) = fleet.outcome(1) else { panic!("no room") };
+    assert_eq!((refused.limit, &*refused.class), (LimitKind::ProgramStarts, "refusing"));
+    end(&mut fleet, 0, false);
+    fleet.request(2, &of_program(2, 3, 50));
+    let RequestOutcome::Rejected(Rejection::Backpressure(refused)) = fleet.outcome(2) else { panic!("claimed") };
+    let keep = refused.retry_after;
+    assert!((150..350).contains(&keep.as_millis()), "{keep:?} are not twice the time of 960 tokens");
+    fleet.request(3, &of_program(3, 4, 30));
+    assert_eq!(fleet.booked(), [0, 3], "small ones find room");
+    pass(&mut fleet, keep);
+    fleet.request(4, &of_program(4, 5, 50));
+    fleet.request(5, &of_program(5, 1, 60));
+    assert_eq!((fleet.booked(), fleet.schedule.holds().0), (vec![0, 3, 4], 1), "an agent of a known program waits");
+}
+
+#[test]
 fn ranks_of_unknown_size_and_empty_ones_have_room() {
     let (mut unknown, mut small) = (fleet(1, None), fleet(1, Some(100)));
     (0..4).for_each(|id| unknown.request(id, &call(id, 90)));
@@ -137,8 +163,9 @@ proptest! {
                 end(&mut fleet, ended, seed.is_multiple_of(5));
             }
             pass(&mut fleet, Duration::from_millis(seed % 100));
-            let unused = fleet.ranks.iter().any(|rank| rank.active.is_empty());
-            prop_assert!(!unused || fleet.schedule.claims().all(|(_, ratio)| ratio > 0.0) || fleet.waiting() == 0);
+            let mut unused = fleet.ranks.iter().filter(|rank| rank.active.is_empty());
+            let is_free = unused.any(|rank| fleet.schedule.claims().any(|(of, ratio)| (of, ratio) == (rank.rank, 0.0)));
+            prop_assert!(!is_free || fleet.waiting() == 0);
         }
         pass(&mut fleet, HOLD);
         prop_assert_eq!((fleet.waiting(), fleet.outcomes.len()), (0, seeds.len()));

@@ -97,7 +97,7 @@ pub(super) async fn query_shared_cache(
     if let Some(meters) = meters {
         match &result {
             Ok(hits) => meters.count_hits(hits.total(), token.continuation().hashes().len()),
-            Err(SharedCacheFailure::Late(_)) => meters.count_late(),
+            Err(SharedCacheFailure::Late(_)) => meters.late.increment(1),
             Err(SharedCacheFailure::Error(_)) => meters.count_error(),
         }
     }

@@ -165,7 +165,8 @@ impl Funnel {
 
 /// Results of shared cache queries.
 pub(crate) struct SharedCacheMeters {
-    late: Counter,
+    /// Queries without a response in time.
+    pub(crate) late: Counter,
     errors: Counter,
     hit_rate: Histogram,
     beyond_blocks: Histogram,
@@ -186,11 +187,6 @@ impl SharedCacheMeters {
     pub(crate) fn count_hits(&self, held: u32, queried: usize) {
         let queried = u32::try_from(queried).unwrap_or(u32::MAX).max(1);
         self.hit_rate.record(f64::from(held.min(queried)) / f64::from(queried));
-    }
-
-    /// Counts a query without a response in time.
-    pub(crate) fn count_late(&self) {
-        self.late.increment(1);
     }
 
     /// Counts a failed query.

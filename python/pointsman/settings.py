@@ -75,6 +75,7 @@ class QueueClass(_NamedQueueClass, total=False):
     raw_tokens_max_per_rank: int | None
     cached_tokens_max_per_rank: int | None
     program_hold_ms: int | None
+    refuse_program_starts: bool
 
 
 class UncachedBucket(TypedDict):

@@ -190,6 +190,9 @@ pub struct QueueClass {
     /// rank holds most of its prompt. Then it is placed. Default: no call waits for that.
     #[serde(default)]
     pub program_hold_ms: Option<u64>,
+    /// Whether the first call of a program is rejected where later ones wait.
+    #[serde(default)]
+    pub refuse_program_starts: bool,
 }
 
 fn quantum_tokens() -> u32 {
@@ -243,6 +246,9 @@ fn check_classes(classes: &[QueueClass], buckets: &[UncachedBucket], problems: &
         problems.check(field("quantum_tokens"), class.quantum_tokens, class.quantum_tokens > 0, "at least 1");
         let hold_ms = class.program_hold_ms.unwrap_or(1);
         problems.check(field("program_hold_ms"), hold_ms, hold_ms > 0, "at least 1");
+        let refuses = class.refuse_program_starts;
+        let has_effect = !refuses || class.program_hold_ms.is_some();
+        problems.check(field("refuse_program_starts"), refuses, has_effect, "true only with program_hold_ms");
         if let Some(frac) = class.busy_prefill_frac {
             problems.check(
                 field("busy_prefill_frac"),

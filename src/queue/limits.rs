@@ -37,6 +37,8 @@ named! {
         CachedTokens = "cached_tokens",
         /// The request set `do_not_queue`.
         DoNotQueue = "do_not_queue",
+        /// `refuse_program_starts` of the class.
+        ProgramStarts = "program_starts",
     }
 }
 
@@ -113,7 +115,7 @@ impl Drain {
     /// Expected time until `amount` has left the class.
     pub(super) fn retry_after(&self, now: Timestamp, limit: LimitKind, amount: u64) -> Duration {
         let drained = match limit {
-            LimitKind::Requests | LimitKind::DoNotQueue => self.requests,
+            LimitKind::Requests | LimitKind::DoNotQueue | LimitKind::ProgramStarts => self.requests,
             LimitKind::RawTokens => self.raw_tokens,
             LimitKind::CachedTokens => self.cached_tokens,
         };

@@ -181,11 +181,11 @@ impl<E> Queue<E> {
         self.classes[class.position()].check_limits(&self.settings[class.position()], ranks, now)
     }
 
-    /// The rejection of a request that would have to wait and set `do_not_queue`.
+    /// The rejection of a request that would have to wait but must not.
     #[must_use]
-    pub fn do_not_queue(&self, class: ClassId, now: Timestamp) -> Backpressure {
+    pub fn refusal(&self, class: ClassId, limit: LimitKind, now: Timestamp) -> Backpressure {
         let requests = self.depth(class).requests;
-        self.classes[class.position()].refusal(LimitKind::DoNotQueue, requests, 0, now)
+        self.classes[class.position()].refusal(limit, requests, 0, now)
     }
 
     /// Adds a waiting request. O(log n).

@@ -25,7 +25,7 @@ pub(super) struct Peer {
     queue_head: Option<Timestamp>,
     pub(super) has_left: bool,
     /// Contributions by rank, without idle ones that a full summary confirms.
-    ranks: BTreeMap<WorkerRank, Known>,
+    pub(super) ranks: BTreeMap<WorkerRank, Known>,
 }
 
 /// A contribution, and the summary that it is from.
@@ -145,10 +145,6 @@ impl Peer {
 
     pub(super) fn ranks(&self) -> impl Iterator<Item = WorkerRank> {
         self.ranks.keys().copied()
-    }
-
-    pub(super) fn forget_ranks(&mut self) {
-        self.ranks.clear();
     }
 }
 

@@ -179,7 +179,7 @@ impl PeerTable {
         for peer in self.peers.values_mut().filter(|peer| peer.is_silent(now)) {
             changed.extend(peer.ranks());
             if peer.weight(now) == 0.0 {
-                peer.forget_ranks();
+                peer.ranks.clear();
             }
         }
         self.peers.retain(|_, peer| now.since(peer.received_at) < FORGET_AFTER.max(FADE * 2));

@@ -14,7 +14,7 @@ use super::pending::longest_blocks;
 use super::{Effect, LoadView, PendingRequest, Purpose, Rejection, Request, ResolvedOptions, Schedule, Target};
 use crate::config::SessionAffinity;
 use crate::protocol::{BookingId, Timestamp, WorkerRank};
-use crate::queue::{Backpressure, ClassId, Depth, LaneKey, QueueEntry, TenantKey, UnknownClass};
+use crate::queue::{Backpressure, ClassId, Depth, LaneKey, LimitKind, QueueEntry, TenantKey, UnknownClass};
 use crate::select::{Draw, RankOverlap, TierOverlap};
 
 /// Maximum requests per round of load queries.
@@ -311,7 +311,7 @@ impl<T> Schedule<T> {
     ) -> Option<PendingRequest<T>> {
         let waited = pending.overlaps_at.is_some(); // it was admitted before
         if !waited && let Err(backpressure) = self.may_wait(&pending, class) {
-            if !pending.full.is_empty() {
+            if !pending.full.is_empty() && backpressure.limit != LimitKind::ProgramStarts {
                 pending.full.clear(); // a hold is a preference
                 return Some(pending);
             }
@@ -337,10 +337,21 @@ impl<T> Schedule<T> {
     }
 
     fn may_wait(&self, pending: &PendingRequest<T>, class: ClassId) -> Result<(), Backpressure> {
-        let ranks = u32::try_from(self.pool.ranks.as_slice().len()).unwrap_or(u32::MAX);
-        if pending.request.options.as_ref().is_some_and(|options| options.do_not_queue) {
-            return Err(self.queue.do_not_queue(class, self.pool.now));
+        let options = pending.request.options.as_deref();
+        let is_refused = |program| {
+            let refuses = self.program_holds.hold_of(class).is_some_and(|(_, refuses)| refuses);
+            refuses && !pending.full.is_empty() && !self.sessions.agents.contains_key(&program)
+        };
+        if options.is_some_and(|options| is_refused(options.program)) {
+            let refused = self.queue.refusal(class, LimitKind::ProgramStarts, self.pool.now);
+            let end = self.program_holds.claims.next_end();
+            let retry_after = end.map_or(refused.retry_after, |end| end.since(self.pool.now));
+            return Err(Backpressure { retry_after, ..refused });
         }
+        if options.is_some_and(|options| options.do_not_queue) {
+            return Err(self.queue.refusal(class, LimitKind::DoNotQueue, self.pool.now));
+        }
+        let ranks = u32::try_from(self.pool.ranks.as_slice().len()).unwrap_or(u32::MAX);
         self.queue.check_limits(class, ranks, self.pool.now)
     }
 

@@ -213,7 +213,7 @@ impl Rules {
         eligibility.refused_by.clear();
         let restricts = inputs.options.is_some_and(ResolvedOptions::restricts_ranks);
         let plain = self.lenient && !restricts && inputs.session.is_none() && inputs.class.is_none();
-        let good = ranks.all_good();
+        let good = !ranks.troubled;
         eligibility.all_open = (plain && good).then_some(all.len());
         if eligibility.is_plain() {
             return;
@@ -333,7 +333,7 @@ impl Rules {
         eligibility.factors.extend(ranks.as_slice().iter().map(|rank| {
             let taints = liked.map_or(1.0, |options| options.constraints.cost_factor(&rank.about.traits));
             let session = if session == Some(rank.rank) { self.session_factor } else { 1.0 };
-            taints * session * rank.about.start_factor()
+            taints * session * rank.about.slow_start_factor.max(rank.about.return_factor)
         }));
     }
 

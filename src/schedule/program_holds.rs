@@ -3,7 +3,7 @@
 //! Above the capacity of the caches, engines evict exactly the contexts that return, and compute them again and again. A
 //! class with a hold limit therefore holds calls of which no eligible rank caches most of the prompt, as long as no rank
 //! has room beside the [claims](crate::session::Claims) of other programs. A rank of unknown capacity always has room. At
-//! the limit a call is placed anywhere: a hold never rejects.
+//! the limit a call is placed anywhere. A hold never rejects, unless the class refuses the first calls of programs.
 //!
 //! Held calls wait in the queue of their class, each in a lane of its own, so that deadlines, limits, shares of tenants and
 //! cancellation apply. The excluded ranks are part of the request, so that records replay without claims.
@@ -14,7 +14,7 @@ use std::time::Duration;
 use super::pending::PendingRequest;
 use super::state::Pool;
 use super::types::Purpose;
-use crate::config::RouterConfig;
+use crate::config::{QueueClass, RouterConfig};
 use crate::protocol::{BookingId, Slot, Timestamp};
 use crate::queue::ClassId;
 use crate::session::Claims;
@@ -28,8 +28,8 @@ const DUE_PERCENT: u32 = 90;
 /// See the module documentation.
 #[derive(Debug)]
 pub(super) struct ProgramHolds {
-    /// Hold limit by class; empty if no class has one.
-    pub(super) holds: Box<[Option<Duration>]>,
+    /// Hold limit by class, and whether it rejects first calls; empty if no class has one.
+    pub(super) holds: Box<[Option<(Duration, bool)>]>,
     pub(super) claims: Claims,
     /// Ends of the holds of waiting calls.
     pub(super) ends: BTreeSet<(Timestamp, BookingId)>,
@@ -45,7 +45,9 @@ impl ProgramHolds {
         } else {
             Vec::new()
         };
-        let holds = classes.iter().map(|class| class.program_hold_ms.map(Duration::from_millis)).collect();
+        let hold =
+            |class: &QueueClass| Some((Duration::from_millis(class.program_hold_ms?), class.refuse_program_starts));
+        let holds = classes.iter().map(hold).collect();
         Self { holds, claims: Claims::default(), ends: BTreeSet::new(), ended: Default::default() }
     }
 
@@ -55,14 +57,15 @@ impl ProgramHolds {
         self.hold_of(class).is_some()
     }
 
+    /// Longest hold of a class, and whether it rejects the first calls of programs that it would have to hold.
     #[inline]
-    fn hold_of(&self, class: ClassId) -> Option<Duration> {
+    pub(super) fn hold_of(&self, class: ClassId) -> Option<(Duration, bool)> {
         self.holds.get(class.0 as usize).copied().flatten()
     }
 
     /// Time until which a call of this class may be held: before its deadline, so that it is placed rather than rejected.
     pub(super) fn hold_end<T>(&self, pending: &PendingRequest<T>, class: ClassId) -> Option<Timestamp> {
-        let hold = self.hold_of(class)?;
+        let (hold, _) = self.hold_of(class)?;
         let request = &pending.request;
         let options = request.options.as_ref().filter(|options| options.session_id.is_some())?;
         let waits = request.waits.as_ref().filter(|_| request.purpose == Purpose::Book)?;

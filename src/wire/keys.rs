@@ -72,7 +72,7 @@ impl StoreKeys {
         if let Some(name) = lora_name {
             base.lora = namespace::of_lora(scheme, name);
         } else if let Some(mut id) = event.lora_id.filter(|id| { *id }.item() != Ok(MsgpackItem::Uint(0))) {
-            let mut hasher = namespace::lora_id_hasher();
+            let mut hasher = Xxh3::with_seed(namespace::LORA_ID_SEED);
             id.digest(&mut hasher)?;
             base.lora = hasher.digest();
             findings.add(Finding::UnnamedLora);

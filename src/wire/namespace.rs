@@ -18,7 +18,7 @@ use crate::protocol::{EngineHash, StorageTier};
 /// Distinct from the seeds 0 and 1 of [`HashScheme::seed`], so no adapter name or salt of a request can produce one of
 /// these namespaces.
 const KEYS_SEED: u64 = 2;
-const LORA_ID_SEED: u64 = 3;
+pub(super) const LORA_ID_SEED: u64 = 3;
 const CHAIN_SEED: u64 = 4;
 
 /// Number of blocks without counted copies that are remembered.
@@ -65,11 +65,6 @@ pub(super) fn of_lora(scheme: HashScheme<'_>, name: &str) -> u64 {
 /// Seed contribution of a salt, equal to that of requests with the salt.
 pub(super) fn of_salt(scheme: HashScheme<'_>, salt: &str) -> u64 {
     HashScheme { lora_name: None, cache_salt: Some(salt), ..scheme }.seed().wrapping_sub(HashScheme::BASE_SEED)
-}
-
-/// Hasher for adapter numbers.
-pub(super) fn lora_id_hasher() -> Xxh3 {
-    Xxh3::with_seed(LORA_ID_SEED)
 }
 
 /// Hasher for keys of unknown meaning.

@@ -113,3 +113,44 @@ impl SessionCall {
         self.sessions.0.lock().pop(&self.id);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use tokio::time::advance;
+
+    use super::*;
+
+    fn called(sessions: &Arc<EngineSessions>, id: usize) {
+        sessions.called(&id.to_string(), WorkerId(1), EngineCalls::default);
+    }
+
+    fn open(sessions: &EngineSessions) -> Vec<String> {
+        sessions.0.lock().iter().map(|(id, _)| id.clone()).collect()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_later_call_closes_idle_sessions() {
+        let sessions = Arc::default();
+        called(&sessions, 1);
+        advance(IDLE_MAX / 2).await;
+        called(&sessions, 2);
+        advance(IDLE_MAX / 2 - Duration::from_millis(1)).await;
+        called(&sessions, 3);
+        assert_eq!(open(&sessions), ["3", "2", "1"]);
+        called(&sessions, 2);
+        advance(Duration::from_millis(1)).await;
+        called(&sessions, 4);
+        assert_eq!(open(&sessions), ["4", "2", "3"]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_session_beyond_the_maximum_closes_the_longest_idle_one() {
+        let sessions = Arc::default();
+        (0..SESSIONS_MAX.get()).for_each(|id| called(&sessions, id));
+        called(&sessions, 0);
+        called(&sessions, SESSIONS_MAX.get());
+        let open = open(&sessions);
+        assert_eq!(open.len(), SESSIONS_MAX.get());
+        assert_eq!((open[1].as_str(), open.last().map(String::as_str)), ("0", Some("2")));
+    }
+}

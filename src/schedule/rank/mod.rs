@@ -78,13 +78,6 @@ pub(super) struct About {
     pub(super) working_tokens: u64,
 }
 
-impl About {
-    /// Cost factor of a new or returned rank.
-    pub(super) fn start_factor(&self) -> f64 {
-        self.slow_start_factor.max(self.return_factor)
-    }
-}
-
 /// State of a rank that other cells than its board publish.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Measured {

@@ -28,7 +28,7 @@ pub(super) struct Ranks {
     /// Status of each rank, by position. Separate from `all`, because most decisions read nothing else of most ranks.
     statuses: Vec<RankStatus>,
     /// Whether any rank may be restricted; computed once per batch.
-    troubled: bool,
+    pub(super) troubled: bool,
     /// Whether any rank may have become eligible: a load has fallen, or a status has changed.
     eased: bool,
     /// Position in `all` and generation, by slot.
@@ -100,12 +100,6 @@ impl Ranks {
 
     pub(super) fn statuses(&self) -> &[RankStatus] {
         &self.statuses
-    }
-
-    /// Whether no rank is restricted.
-    #[inline]
-    pub(super) fn all_good(&self) -> bool {
-        !self.troubled
     }
 
     /// Call after a change of statuses.

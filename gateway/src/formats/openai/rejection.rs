@@ -92,6 +92,7 @@ impl From<Rejection> for ApiError {
                     LimitKind::RawTokens | LimitKind::CachedTokens => {
                         ("queue_tokens_full", "requests with too many tokens are waiting")
                     }
+                    LimitKind::ProgramStarts => ("programs_full", "the contexts of other programs fill the caches"),
                     LimitKind::DoNotQueue => ("would_queue", "the request would have to wait but disallows queueing"),
                 };
                 Self::overloaded(code, message, refused.retry_after)

@@ -124,11 +124,6 @@ impl NatsState {
         Ok(())
     }
 
-    /// Whether the replica is a member.
-    pub(super) fn is_member(&self, replica: ReplicaId) -> bool {
-        self.known.lock().contains_key(&replica)
-    }
-
     /// Applies the entry of another replica. Deletions by the server or by operators have no authentic author: entries
     /// expire instead.
     fn follow_entry(&self, entry: &Entry) {

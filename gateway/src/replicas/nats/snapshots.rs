@@ -44,7 +44,8 @@ const FAILED: u8 = 2;
 
 /// Fetches the snapshot of a pool from another replica.
 pub(super) async fn fetch(shared: &NatsState, from: ReplicaId, pool: &str) -> Result<Bytes, String> {
-    let client = shared.client.get().filter(|_| shared.is_member(from)).ok_or("it is not connected")?;
+    let client =
+        shared.client.get().filter(|_| shared.known.lock().contains_key(&from)).ok_or("it is not connected")?;
     let subject = subject::fetch(from);
     let request = Request::new().payload(shared.seal(&subject, pool.as_bytes())).timeout(Some(FETCH_TIMEOUT));
     let reply = client.send_request(subject, request).await.map_err(|error| error.to_string())?;

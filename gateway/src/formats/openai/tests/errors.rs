@@ -55,6 +55,7 @@ fn of_router() -> Vec<(RouteError, u16, &'static str, Option<u64>)> {
         (backpressure(LimitKind::RawTokens, 1001), 429, "queue_tokens_full", Some(2)),
         (backpressure(LimitKind::CachedTokens, 30_000), 429, "queue_tokens_full", Some(30)),
         (backpressure(LimitKind::DoNotQueue, 0), 429, "would_queue", Some(1)),
+        (backpressure(LimitKind::ProgramStarts, 2_500), 429, "programs_full", Some(3)),
         (RouteError::Overloaded { requests_max: 777 }, 429, "queue_full", Some(1)),
         (Rejection::AllOverloaded { removed }.into(), 429, "overloaded", Some(1)),
         (pinned(Some(Filter::Busy)).into(), 429, "overloaded", Some(1)),
