@@ -26,6 +26,12 @@ fn fleet(ranks: u64, total_kv_blocks: Option<u32>) -> SimulatedFleet {
             QueueClass { requests_max_per_rank: Some(0), program_hold_ms, ..QueueClass::named("no-wait") },
             QueueClass::named("interactive"),
             QueueClass { program_hold_ms, refuse_program_starts: true, ..QueueClass::named("refusing") },
+            QueueClass {
+                busy_prefill_tokens: Some(1),
+                program_hold_ms,
+                refuse_program_starts: true,
+                ..QueueClass::named("thorough")
+            },
         ];
     });
     let mut fleet = SimulatedFleet::new(config, 0);
@@ -139,6 +145,23 @@ fn a_class_can_refuse_programs_that_would_have_to_wait() {
     fleet.request(4, &of_program(4, 5, 50));
     fleet.request(5, &of_program(5, 1, 60));
     assert_eq!((fleet.booked(), fleet.schedule.holds().0), (vec![0, 3, 4], 1), "an agent of a known program waits");
+}
+
+#[test]
+fn only_programs_without_any_room_are_refused() {
+    let mut fleet = fleet(2, Some(100));
+    let mut starts = |id, class: &str, blocks, excluded_rank: Option<u64>| {
+        let mut start = call(id, blocks);
+        start.options.policy_class = Some(class.into());
+        start.options.constraints.excluded_ranks = excluded_rank.map(rank).into_iter().collect();
+        fleet.request(id, &start);
+        (fleet.is_complete(id), fleet.booked().len())
+    };
+    assert_eq!(starts(0, "refusing", 80, None), (true, 1));
+    assert_eq!(starts(1, "refusing", 30, None), (true, 2));
+    assert_eq!(starts(2, "thorough", 40, None), (false, 2), "a busy rank has room");
+    assert_eq!(starts(3, "refusing", 70, Some(0)), (false, 2), "a retry waits");
+    assert_eq!(starts(4, "refusing", 70, None), (true, 2), "refused");
 }
 
 #[test]

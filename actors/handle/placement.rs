@@ -106,7 +106,7 @@ impl Placement {
     /// report counts. Metrics use it to compare predicted with delivered cached tokens, and to detect kinds of requests
     /// whose predictions always fail. The index uses it to learn of blocks whose events were missed.
     pub fn delivered_cached_tokens(&self, tokens: u32) {
-        if self.prediction.is_first_report() {
+        if !self.prediction.reported.swap(true, Ordering::Relaxed) {
             let _ = self.guard.lease.delivered_cached_tokens.set(tokens);
             let predicted = self.predicted_cached_tokens();
             self.guard.edge.meters.delivered(&self.prediction, predicted, tokens);

@@ -35,17 +35,12 @@ pub(crate) struct Prediction {
     pub(crate) prompt_tokens: u32,
     /// Whether the index had all blocks of the rank at the placement.
     pub(crate) is_index_complete: bool,
-    reported: AtomicBool,
+    pub(crate) reported: AtomicBool,
 }
 
 impl Prediction {
     pub(crate) fn new(kind: Option<PromptKind>, prompt_tokens: u32, is_index_complete: bool) -> Self {
         Self { kind, prompt_tokens, is_index_complete, reported: AtomicBool::new(false) }
-    }
-
-    /// Whether this is the first report.
-    pub(crate) fn is_first_report(&self) -> bool {
-        !self.reported.swap(true, Ordering::Relaxed)
     }
 }
 

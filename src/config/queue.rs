@@ -190,7 +190,8 @@ pub struct QueueClass {
     /// rank holds most of its prompt. Then it is placed. Default: no call waits for that.
     #[serde(default)]
     pub program_hold_ms: Option<u64>,
-    /// Whether the first call of a program is rejected where later ones wait.
+    /// Whether the first call of a program is rejected where later ones wait. Default false; needs `program_hold_ms`, and
+    /// sessions with affinity.
     #[serde(default)]
     pub refuse_program_starts: bool,
 }

@@ -5,6 +5,7 @@
 
 use super::Applied;
 use super::residence::{CHUNK, Named, Residence, Taken};
+use super::span::Span;
 use super::steps;
 use super::table::Spot;
 use super::tree::{Holder, Point, Tree};
@@ -127,6 +128,6 @@ fn publish(tree: &mut Tree, residence: &mut Residence, slot: Slot, id: u32) {
     if holder.extent == 0 {
         residence.close(id);
     } else {
-        residence.shrink_span(id);
+        residence.change(id, Span::shrink);
     }
 }

@@ -269,11 +269,6 @@ impl Residence {
         self.owned += self.spans[spot.span].release(spot.offset);
     }
 
-    /// Shrinks a span's lists.
-    pub(super) fn shrink_span(&mut self, id: u32) {
-        self.change(id, Span::shrink);
-    }
-
     /// Shrinks the name table.
     pub(super) fn shrink(&mut self) {
         if self.names.room() > 64 && self.names.len() < self.names.room() / 4 {
@@ -400,7 +395,7 @@ impl Residence {
     }
 
     /// Changes a span and updates the byte count.
-    fn change(&mut self, id: u32, change: impl FnOnce(&mut Span)) {
+    pub(super) fn change(&mut self, id: u32, change: impl FnOnce(&mut Span)) {
         let span = &mut self.spans[id];
         let before = span.bytes();
         change(span);

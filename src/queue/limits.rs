@@ -79,7 +79,8 @@ pub struct Backpressure {
     pub current: u64,
     /// The limit for the whole pool.
     pub max: u64,
-    /// Expected time until the class has room, at its current drain rate.
+    /// Expected time until the class has room, at its current drain rate; for starts of programs, the time until the
+    /// first claim ends.
     pub retry_after: Duration,
 }
 

@@ -14,8 +14,11 @@ use super::pending::longest_blocks;
 use super::{Effect, LoadView, PendingRequest, Purpose, Rejection, Request, ResolvedOptions, Schedule, Target};
 use crate::config::SessionAffinity;
 use crate::protocol::{BookingId, Timestamp, WorkerRank};
-use crate::queue::{Backpressure, ClassId, Depth, LaneKey, LimitKind, QueueEntry, TenantKey, UnknownClass};
-use crate::select::{Draw, RankOverlap, TierOverlap};
+use crate::queue::{
+    Backpressure, ClassId, Depth, LaneKey, LimitKind, QueueEntry, RETRY_AFTER_MAX, RETRY_AFTER_MIN, TenantKey,
+    UnknownClass,
+};
+use crate::select::{Draw, Filter, RankOverlap, TierOverlap};
 
 /// Maximum requests per round of load queries.
 const BATCH_MAX: usize = 64;
@@ -262,6 +265,10 @@ impl<T> Schedule<T> {
         if !self.eligibility.waits() {
             return Some(pending);
         }
+        if let Some(refused) = self.start_refusal(&pending, class) {
+            effects.push_back(Effect::Reject { context: pending.request.context, reason: refused.into() });
+            return None;
+        }
         let case = self.active.case(&self.pool, &pending, 0, loads);
         if let Some(missed) = case.targets_missed_by_all(&self.eligibility) {
             let reason = Rejection::TargetsMissed(missed);
@@ -311,7 +318,7 @@ impl<T> Schedule<T> {
     ) -> Option<PendingRequest<T>> {
         let waited = pending.overlaps_at.is_some(); // it was admitted before
         if !waited && let Err(backpressure) = self.may_wait(&pending, class) {
-            if !pending.full.is_empty() && backpressure.limit != LimitKind::ProgramStarts {
+            if !pending.full.is_empty() {
                 pending.full.clear(); // a hold is a preference
                 return Some(pending);
             }
@@ -336,22 +343,30 @@ impl<T> Schedule<T> {
         None
     }
 
-    fn may_wait(&self, pending: &PendingRequest<T>, class: ClassId) -> Result<(), Backpressure> {
-        let options = pending.request.options.as_deref();
-        let is_refused = |program| {
-            let refuses = self.program_holds.hold_of(class).is_some_and(|(_, refuses)| refuses);
-            refuses && !pending.full.is_empty() && !self.sessions.agents.contains_key(&program)
-        };
-        if options.is_some_and(|options| is_refused(options.program)) {
-            let refused = self.queue.refusal(class, LimitKind::ProgramStarts, self.pool.now);
-            let end = self.program_holds.claims.next_end();
-            let retry_after = end.map_or(refused.retry_after, |end| end.since(self.pool.now));
-            return Err(Backpressure { retry_after, ..refused });
+    /// Rejection of the first call of a program by a class that refuses it, if the call could only wait for the claims of
+    /// other programs. Retries are not rejected: their excluded rank may have taken the session with it.
+    fn start_refusal(&self, pending: &PendingRequest<T>, class: ClassId) -> Option<Backpressure> {
+        let (_, refuses) = self.program_holds.hold_of(class)?;
+        let options = pending.request.options.as_deref().filter(|_| refuses && pending.session.is_none())?;
+        let is_known = self.sessions.agents.contains_key(&options.program)
+            || self.active.settings.rules.session_affinity == SessionAffinity::Off
+            || !options.constraints.excluded_ranks.is_empty();
+        let [is_full, is_busy, is_asleep] =
+            [Filter::Full, Filter::Busy, Filter::Asleep].map(|f| self.eligibility.has(f));
+        if is_known || is_busy || is_asleep || !is_full {
+            return None;
         }
-        if options.is_some_and(|options| options.do_not_queue) {
+        let refused = self.queue.refusal(class, LimitKind::ProgramStarts, self.pool.now);
+        let end = self.program_holds.claims.next_end();
+        let retry_after = end.map_or(refused.retry_after, |end| end.since(self.pool.now));
+        Some(Backpressure { retry_after: retry_after.clamp(RETRY_AFTER_MIN, RETRY_AFTER_MAX), ..refused })
+    }
+
+    fn may_wait(&self, pending: &PendingRequest<T>, class: ClassId) -> Result<(), Backpressure> {
+        let ranks = u32::try_from(self.pool.ranks.as_slice().len()).unwrap_or(u32::MAX);
+        if pending.request.options.as_ref().is_some_and(|options| options.do_not_queue) {
             return Err(self.queue.refusal(class, LimitKind::DoNotQueue, self.pool.now));
         }
-        let ranks = u32::try_from(self.pool.ranks.as_slice().len()).unwrap_or(u32::MAX);
         self.queue.check_limits(class, ranks, self.pool.now)
     }
 

@@ -3,7 +3,7 @@
 //! Above the capacity of the caches, engines evict exactly the contexts that return, and compute them again and again. A
 //! class with a hold limit therefore holds calls of which no eligible rank caches most of the prompt, as long as no rank
 //! has room beside the [claims](crate::session::Claims) of other programs. A rank of unknown capacity always has room. At
-//! the limit a call is placed anywhere. A hold never rejects, unless the class refuses the first calls of programs.
+//! the limit a call is placed anywhere: a hold never rejects. A class can reject the first call of a program instead.
 //!
 //! Held calls wait in the queue of their class, each in a lane of its own, so that deadlines, limits, shares of tenants and
 //! cancellation apply. The excluded ranks are part of the request, so that records replay without claims.

@@ -514,7 +514,7 @@ impl Decoder {
         let names = &self.lists.hashes[..n_blocks];
         let parent = event.parent.map(|name| self.namespaces.of(name)).unwrap_or_default();
         let base = self.keys.read(event, n_blocks, parent, scheme, limits, &mut report.findings)?;
-        if !(base.is_default() && self.keys.is_uniform()) {
+        if !(base.is_default() && self.keys.changes.is_empty()) {
             self.namespaces.room_for(names, limits.namespaces_max)?;
         }
         let mut start = 0;

@@ -53,7 +53,7 @@ impl Decoder {
         let is_copy = RepeatedStore::of(StorageTier::Device, event.parent.is_some(), false) == RepeatedStore::Copy;
         let (mut held, mut start, mut fits) = (Vec::new(), 0, true);
         for (end, mut namespace) in self.keys.runs(base, n_pages) {
-            if self.keys.has_objects() {
+            if !self.keys.objects.is_empty() {
                 report.findings.add(Finding::UnknownNamespace);
                 namespace = namespace.within(u64::MAX);
             }

@@ -26,9 +26,9 @@ const SALT_PREFIX: &str = "dynamo-cache-salt:";
 #[derive(Debug, Default)]
 pub(super) struct StoreKeys {
     /// Multimodal objects as (block of the store, hash), ascending and unique.
-    objects: Vec<(usize, u64)>,
+    pub(super) objects: Vec<(usize, u64)>,
     /// Namespace changes as (first block of the store, hash of the additional keys), ascending.
-    changes: Vec<(usize, u64)>,
+    pub(super) changes: Vec<(usize, u64)>,
     /// Hash of the identity of each adapter's weights, by hash of the adapter's name.
     identities: AHashMap<u64, u64>,
 }
@@ -195,16 +195,6 @@ impl StoreKeys {
     pub(super) fn shrink(&mut self) {
         self.objects.shrink_to(Self::KEPT);
         self.changes.shrink_to(Self::KEPT);
-    }
-
-    /// Whether all blocks have the namespace of the first.
-    pub(super) fn is_uniform(&self) -> bool {
-        self.changes.is_empty()
-    }
-
-    /// Whether a block contains a multimodal object.
-    pub(super) fn has_objects(&self) -> bool {
-        !self.objects.is_empty()
     }
 
     /// Splits the store into runs of blocks with the same namespace: the end of each run and its namespace.

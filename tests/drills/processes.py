@@ -561,7 +561,8 @@ def drills():
         hostile_prompts(6, 400_000, 15)
         # Each stream holds a descriptor of the gateway, which keeps some for itself and for clients.
         descriptors_max = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        open_streams(min(20_000, descriptors_max - 1_000))
+        is_limited = descriptors_max != resource.RLIM_INFINITY
+        open_streams(min(20_000, descriptors_max - 1_000) if is_limited else 20_000)
     disk(5, 30 if QUICK else 300)
 
 

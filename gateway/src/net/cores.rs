@@ -25,7 +25,7 @@ const STACK_BYTES: usize = 8 << 20;
 /// Connections that wait for a core without being served, above which it counts as blocked.
 const UNSERVED_MAX: usize = 8;
 
-/// Interval between allocations for the collection of memory, of which it takes five.
+/// Minimum time between the allocations of a thread in `return_memory`. Five of them cause a collection.
 const COLLECTION_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Difference in load from which a stream leaves the core of its connection.
@@ -97,13 +97,14 @@ impl Cores {
     }
 }
 
-/// A runtime whose threads return the memory of ended requests to the system within seconds.
+/// A runtime whose threads return the memory of ended requests to the system, once they have waited five times, a second
+/// apart. The cores do so by themselves, threads of the shared runtime with their work.
 pub(crate) fn build(runtime: &mut Builder) -> io::Result<Runtime> {
     runtime.thread_stack_size(STACK_BYTES).on_thread_park(return_memory).enable_all().build()
 }
 
-/// Makes mimalloc return the free memory of a thread that is about to wait. It does so only in that thread, with every
-/// 10,000th allocation of more than 1 KiB (its option `generic_collect`), which idle threads do not reach by themselves.
+/// Makes mimalloc 3 return the free memory of a thread that is about to wait. It does so only in that thread, with every
+/// 10,000th allocation outside its lists of small blocks (option `generic_collect`), which idle threads do not reach.
 fn return_memory() {
     thread_local!(static LAST: Cell<Option<Instant>> = const { Cell::new(None) });
     let now = Instant::now();

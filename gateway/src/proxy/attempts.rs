@@ -278,9 +278,9 @@ impl<'a> AttemptLoop<'a> {
             return route(&none, None).await;
         }
         let other_workers: BTreeSet<WorkerRank> = excluded.workers.union(&failing).copied().collect();
-        // After a failed queue wait the request does not queue again.
-        let is_refused =
-            |placed: &Result<_, ApiError>| placed.as_ref().is_err_and(|error| *error != ApiError::queue_timeout());
+        // After a failed queue wait the request does not queue again, and no failing worker serves a refused program.
+        let is_final = |error: &ApiError| *error == ApiError::queue_timeout() || error.code == "programs_full";
+        let is_refused = |placed: &Result<_, ApiError>| placed.as_ref().is_err_and(|error| !is_final(error));
         let mut placed = route(&other_workers, None).await;
         if is_refused(&placed) && other_workers != excluded.ranks {
             placed = route(&excluded.ranks, None).await;

@@ -183,9 +183,10 @@ async fn forward(
     let is_translated = prepared.worker_endpoint != endpoint;
     let translation = is_translated.then(|| Translation {
         model: prepared.requested_model.clone(),
+        // At the usual four bytes each.
         prompt_tokens: prepared
             .prompt_tokens()
-            .unwrap_or_else(|| prepared.body.len().div_ceil(4).try_into().unwrap_or(u32::MAX)),
+            .unwrap_or_else(|| (prepared.body.len() / 4).try_into().unwrap_or(u32::MAX)),
         known,
         is_cut_short: Arc::clone(account.is_cut_short.insert(Arc::default())),
     });
