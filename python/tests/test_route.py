@@ -211,6 +211,7 @@ import asyncio
 from pointsman import Router
 
 async def main():
+    asyncio.get_running_loop().slow_callback_duration = 60  # development mode reports slow steps
     router = await Router({"policy": "kv", "queue": {"classes": [{"name": "default", "busy_prefill_tokens": 1}]}}, block_size=16,
                           workers={1: "http://a"}).start()
     first = await router.route(range(100))
