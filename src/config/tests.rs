@@ -32,6 +32,10 @@ fn every_rule_names_field_value_and_rule() {
         "all at once"
     );
     assert_eq!(
+        refused(r#"{"queue":{"classes":[{"name":"a","refuse_program_starts":true}]}}"#),
+        "queue.classes[0].refuse_program_starts is true, must be true only with program_hold_ms"
+    );
+    assert_eq!(
         refused(r#"{"index":{"speculative":{"model":"lru"}}}"#),
         "index.speculative.model is lru, must be ttl unless events.mode is off"
     );

@@ -131,8 +131,8 @@ impl LearnedRate {
     /// Returns whether the rate changed.
     pub fn observe(&mut self, tokens: u32, time: Duration, step_seconds: f64) -> bool {
         let is_new = self.known_samples == Self::PRIOR_SAMPLES && self.samples < Self::FIRST_SAMPLES;
-        let (tokens_min, fixed) = if is_new { Self::SHORT_MIN } else { (Self::TOKENS_MIN, Duration::ZERO) };
-        let fixed = if tokens < Self::TOKENS_MIN { fixed } else { Duration::ZERO };
+        let is_short = tokens < Self::TOKENS_MIN;
+        let (tokens_min, fixed) = if is_short && is_new { Self::SHORT_MIN } else { (Self::TOKENS_MIN, Duration::ZERO) };
         if tokens < tokens_min || time < fixed {
             return false;
         }
