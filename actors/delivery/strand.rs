@@ -76,6 +76,15 @@ enum Deferred<A> {
     Answer(Answer),
 }
 
+impl<A: DeferredReply> Deferred<A> {
+    fn deliver(self) {
+        match self {
+            Self::Reply(reply) => reply.deliver(),
+            Self::Answer(answer) => answer(),
+        }
+    }
+}
+
 /// Deferred replies of the sent message and of drained messages. The sender delivers them once it holds no strand.
 #[must_use = "the replies in it are undelivered"]
 pub(crate) struct DeferredReplies<A>(SmallVec<[Deferred<A>; 1]>);
@@ -89,12 +98,7 @@ impl<A: DeferredReply> DeferredReplies<A> {
     }
 
     pub(crate) fn deliver(self) {
-        for deferred in self.0 {
-            match deferred {
-                Deferred::Reply(reply) => reply.deliver(),
-                Deferred::Answer(answer) => answer(),
-            }
-        }
+        self.0.into_iter().for_each(Deferred::deliver);
     }
 }
 
@@ -179,14 +183,14 @@ impl<S: ActorState> Strand<S> {
 
     /// Handles `msg` on this thread if the strand is free, else queues it for the holder. Never blocks.
     pub(crate) fn send(&self, msg: S::Msg) -> DeferredReplies<S::Deferred> {
-        let mut deferred = DeferredReplies(SmallVec::new());
-        let held = self.handle_or_queue(Envelope::Msg(msg), &mut deferred);
-        self.handle_waiting(held, &mut deferred);
-        deferred
+        let (held, reply) = self.handle_or_queue(Envelope::Msg(msg));
+        let mut deferred: SmallVec<_> = reply.into_iter().collect();
+        self.handle_waiting(held, |reply| deferred.push(reply));
+        DeferredReplies(deferred)
     }
 
-    /// Sends, and delivers the deferred replies: that of `msg` before those of the inbox, because its caller is waiting on
-    /// this thread. Must not be called from a step of another strand.
+    /// Sends, and delivers each deferred reply after its step: its caller may be polling for it. Must not be called from a
+    /// step of another strand.
     pub(crate) fn tell(&self, msg: S::Msg) {
         self.tell_envelope(Envelope::Msg(msg));
     }
@@ -211,43 +215,35 @@ impl<S: ActorState> Strand<S> {
     }
 
     fn tell_envelope(&self, msg: Envelope<S>) {
-        let mut deferred = DeferredReplies(SmallVec::new());
-        let held = self.handle_or_queue(msg, &mut deferred);
-        deferred.deliver();
-        self.drain_after(held);
+        let (held, reply) = self.handle_or_queue(msg);
+        reply.into_iter().for_each(Deferred::deliver);
+        self.handle_waiting(held, Deferred::deliver);
     }
 
     /// Drains the inbox, and delivers the deferred replies.
     pub(crate) fn drain(&self) {
-        self.drain_after(self.cell());
+        self.handle_waiting(self.cell(), Deferred::deliver);
     }
 
-    fn drain_after(&self, held: usize) {
-        let mut deferred = DeferredReplies(SmallVec::new());
-        self.handle_waiting(held, &mut deferred);
-        deferred.deliver();
-    }
-
-    /// Returns the number of the cell that this thread has held.
-    fn handle_or_queue(&self, msg: Envelope<S>, deferred: &mut DeferredReplies<S::Deferred>) -> usize {
+    /// Returns the number of the cell that this thread has held, and the reply if the message was handled.
+    fn handle_or_queue(&self, msg: Envelope<S>) -> (usize, Option<Deferred<S::Deferred>>) {
         if self.waiting.load(Ordering::Relaxed) == 0
             && let Some(held) = self.try_lock()
         {
-            let number = held.number;
-            self.handle_one(held, msg, deferred);
-            return number;
+            return (held.number, self.handle_one(held, msg));
         }
         self.push(msg);
-        self.cell()
+        (self.cell(), None)
     }
 
-    /// Drains the inbox up to the limit, unless another thread holds the strand and drains it. If the actor is dead or
-    /// closed, the messages are dropped, which completes their replies as lost.
+    /// Drains the inbox up to the limit, unless another thread holds the strand and drains it. Each reply goes to `reply`,
+    /// while the lock is free. If the actor is dead or closed, the messages are dropped, which completes their replies as
+    /// lost.
     ///
     /// Every path that releases the lock of the state re-reads `waiting`, `closed` and `current` afterwards, behind a
     /// fence, because a sender, closer or abandoner that found the lock taken does not retry. `held` is the cell that
     /// this thread has released last.
-    fn handle_waiting(&self, mut held: usize, deferred: &mut DeferredReplies<S::Deferred>) {
+    fn handle_waiting(&self, mut held: usize, mut reply: impl FnMut(Deferred<S::Deferred>)) {
         let (mut drained, mut emptied) = (0, false);
         loop {
             fence(Ordering::SeqCst); // between release and read: see the module docs
@@ -267,7 +263,7 @@ impl<S: ActorState> Strand<S> {
                 self.drop_waiting(lock);
             } else if drained < INLINE_DRAIN_MAX {
                 match self.pop() {
-                    Some(msg) => self.handle_one(lock, msg, deferred),
+                    Some(msg) => self.handle_one(lock, msg).into_iter().for_each(&mut reply),
                     None => drop(lock),
                 }
             } else {
@@ -318,21 +314,19 @@ impl<S: ActorState> Strand<S> {
     }
 
     /// One step. A panic ends the actor, not the sender.
-    fn handle_one(&self, mut held: Held<'_, S>, msg: Envelope<S>, deferred: &mut DeferredReplies<S::Deferred>) {
+    fn handle_one(&self, mut held: Held<'_, S>, msg: Envelope<S>) -> Option<Deferred<S::Deferred>> {
         let begun = held.cell.steps.load(Ordering::Relaxed);
         held.cell.steps.store(begun + 1, Ordering::Relaxed);
         let outcome = catch_unwind(AssertUnwindSafe(|| held.state.as_mut().and_then(|state| self.step(state, msg))));
         held.cell.steps.store(begun + 2, Ordering::Relaxed);
         if self.current.load(Ordering::Relaxed) != held.number {
-            return end_late(held, outcome.ok().flatten());
+            end_late(held, outcome.ok().flatten());
+            return None;
         }
-        match outcome {
-            Ok(reply) => {
-                drop(held);
-                deferred.0.extend(reply);
-            }
-            Err(panic) => self.die(held, &panic),
-        }
+        outcome.unwrap_or_else(|panic| {
+            self.die(held, &panic);
+            None
+        })
     }
 
     fn step(&self, state: &mut S, msg: Envelope<S>) -> Option<Deferred<S::Deferred>> {
@@ -382,9 +376,7 @@ impl<S: ActorState> Strand<S> {
     }
 
     fn wake(&self) {
-        if let Some(task) = self.task().as_ref() {
-            task.wake();
-        }
+        self.task().iter().for_each(|task| task.wake());
     }
 
     /// Ends the actor after a panicked step: drops its state, which may be inconsistent, and stops it for the
@@ -419,7 +411,7 @@ impl<S: ActorState> Strand<S> {
             }
             Err(panic) => {
                 self.die(Held { state: guard, cell, number }, &panic);
-                self.handle_waiting(number, &mut DeferredReplies(SmallVec::new()));
+                self.handle_waiting(number, Deferred::deliver);
             }
         }
         if let Some(task) = &old_task {
@@ -444,7 +436,7 @@ impl<S: ActorState> Strand<S> {
         }
         self.drop_waiting(Held { state, cell: self.numbered(number), number });
         // Clears the hung cell if its step has returned in the meantime.
-        self.handle_waiting(hung, &mut DeferredReplies(SmallVec::new()));
+        self.handle_waiting(hung, Deferred::deliver);
         drop((left, old_task));
         true
     }
@@ -462,7 +454,7 @@ impl<S: ActorState> Strand<S> {
         if let Some(task) = self.task().take() {
             task.stop(None);
         }
-        self.handle_waiting(self.cell(), &mut DeferredReplies(SmallVec::new()));
+        self.handle_waiting(self.cell(), Deferred::deliver);
     }
 }
 

@@ -4,6 +4,10 @@ use tokio::sync::{oneshot, watch};
 
 use crate::error::Down;
 
+/// Polls of a reply before its caller is suspended, about 10 µs. A thread that handles the caller's message beside its own
+/// replies sooner than a suspended task runs again.
+const REPLY_POLLS: usize = 500;
+
 /// Phase and restart count. Written by the supervisor and by a shutdown.
 #[derive(Debug, Default)]
 pub(crate) struct RouterStatus(watch::Sender<RouterState>);
@@ -67,9 +71,15 @@ impl RouterStatus {
     }
 
     /// An actor's reply; `None` if it was lost with the actor, the router is down, or a hung actor was replaced `since`
-    /// the query was sent: the reply may be lost in the hung step. A reply that is already there costs no read of the
-    /// status.
-    pub(crate) async fn reply_of<T>(&self, reply: oneshot::Receiver<T>, since: RouterState) -> Option<T> {
+    /// the query was sent: the reply may be lost in the hung step. A reply within [`REPLY_POLLS`] costs no suspension.
+    pub(crate) async fn reply_of<T>(&self, mut reply: oneshot::Receiver<T>, since: RouterState) -> Option<T> {
+        tokio::task::consume_budget().await; // polls alone would starve other tasks of this thread
+        for _ in 0..REPLY_POLLS {
+            match reply.try_recv() {
+                Err(oneshot::error::TryRecvError::Empty) => std::hint::spin_loop(),
+                known => return known.ok(),
+            }
+        }
         tokio::select! {
             biased;
             reply = reply => reply.ok(),

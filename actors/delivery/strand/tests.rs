@@ -90,11 +90,11 @@ impl ActorState for Logger {
 }
 
 #[test]
-fn a_sender_delivers_its_own_reply_before_it_drains_the_inbox() {
+fn each_reply_is_delivered_after_its_step() {
     let (log, strand) = (Arc::new(Mutex::default()), Strand::closed());
     *strand.first.state.lock().expect("no panic") = Some(Logger { log: Arc::clone(&log), myself: Arc::clone(&strand) });
     strand.tell(1);
     let log = std::mem::take(&mut *log.lock().expect("no panic"));
-    assert_eq!(log, ["step 1", "reply 1", "step 2", "step 3", "reply 2", "reply 3"]);
+    assert_eq!(log, ["step 1", "reply 1", "step 2", "reply 2", "step 3", "reply 3"]);
     strand.close(); // drops the reference of the state to its strand
 }
