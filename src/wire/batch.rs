@@ -1,45 +1,41 @@
 //! Framing of a batch: its time, its events and its rank label.
 
 use super::decoder::Decoder;
+use super::finding::Output;
 use super::msgpack::{Cursor, MsgpackItem};
 use super::{Finding, Report};
 use crate::protocol::RouterEvent;
 
 impl Decoder {
     pub(super) fn batch(&mut self, payload: &[u8], events: &mut Vec<RouterEvent>) -> Report {
-        let mut report = Report::default();
+        let mut output = Output { n_before: events.len(), events, report: Report::default() };
         if payload.len() > self.config.limits.payload_bytes_max {
-            self.lose(Finding::TooLarge, None, events, &mut report);
-        } else if let Err(finding) = self.items(Cursor::new(payload), events, &mut report) {
+            self.lose(Finding::TooLarge, None, &mut output);
+        } else if let Err(finding) = self.items(Cursor::new(payload), &mut output) {
             match finding {
-                Finding::ForeignRank => report.findings.add(finding),
-                lost => self.lose(lost, None, events, &mut report),
+                Finding::ForeignRank => output.report.findings.add(finding),
+                lost => self.lose(lost, None, &mut output),
             }
         }
-        report
+        output.report
     }
 
-    fn items(
-        &mut self,
-        mut cursor: Cursor<'_>,
-        events: &mut Vec<RouterEvent>,
-        report: &mut Report,
-    ) -> Result<(), Finding> {
+    fn items(&mut self, mut cursor: Cursor<'_>, output: &mut Output<'_>) -> Result<(), Finding> {
         let MsgpackItem::Array(n_items) = cursor.item()? else { return Err(Finding::WrongType) };
         if n_items < 2 {
             return Err(Finding::WrongShape);
         }
-        self.pass_time(&mut cursor, report)?;
+        self.pass_time(&mut cursor, &mut output.report)?;
         let MsgpackItem::Array(n_events) = cursor.item()? else { return Err(Finding::WrongType) };
-        report.events = n_events;
+        output.report.events = n_events;
         if n_items == 2 {
-            self.events(n_events, &mut cursor, events, report)?;
+            self.events(n_events, &mut cursor, output)?;
         } else {
-            self.events_of_rank(n_events, &mut cursor, events, report)?;
+            self.events_of_rank(n_events, &mut cursor, output)?;
         }
         self.pass(u64::from(n_items).saturating_sub(3), &mut cursor)?;
         if cursor.bytes_left() > 0 {
-            report.findings.add(Finding::TrailingBytes);
+            output.report.findings.add(Finding::TrailingBytes);
         }
         Ok(())
     }
@@ -51,10 +47,9 @@ impl Decoder {
         &mut self,
         n_events: u32,
         cursor: &mut Cursor<'_>,
-        events: &mut Vec<RouterEvent>,
-        report: &mut Report,
+        output: &mut Output<'_>,
     ) -> Result<(), Finding> {
-        let (n_before, groups, has_connector) = (events.len(), self.groups.clone(), self.has_connector);
+        let (groups, has_connector) = (self.groups.clone(), self.has_connector);
         let (has_blocks, is_folding) = (self.has_blocks, self.fold.is_some());
         let mut ahead = *cursor;
         let is_skipped = self.config.ranks.len() > 1
@@ -66,35 +61,28 @@ impl Decoder {
         } else if self.config.ranks.len() > 1 {
             self.namespaces.start_batch();
         }
-        let read = if is_skipped { Ok(()) } else { self.events(n_events, cursor, events, report) };
+        let read = if is_skipped { Ok(()) } else { self.events(n_events, cursor, output) };
         // A batch that is truncated before its label counts as a batch of the stream's rank.
-        let foreign = read.and_then(|()| self.foreign_rank(cursor, report));
+        let foreign = read.and_then(|()| self.foreign_rank(cursor, &mut output.report));
         if let Ok(Some(rank)) = foreign {
-            events.truncate(n_before);
+            output.events.truncate(output.n_before);
             (self.groups, self.has_connector, self.has_blocks) = (groups, has_connector, has_blocks);
             self.fold.take_if(|_| !is_folding);
             self.namespaces.roll_back();
-            *report = Report { events: n_events, foreign_rank: Some(rank), ..Report::default() };
+            output.report = Report { events: n_events, foreign_rank: Some(rank), ..Report::default() };
             return Err(Finding::ForeignRank);
         }
         self.namespaces.commit();
         foreign.map(|_| ())
     }
 
-    fn events(
-        &mut self,
-        n_events: u32,
-        cursor: &mut Cursor<'_>,
-        events: &mut Vec<RouterEvent>,
-        report: &mut Report,
-    ) -> Result<(), Finding> {
+    fn events(&mut self, n_events: u32, cursor: &mut Cursor<'_>, output: &mut Output<'_>) -> Result<(), Finding> {
         let n_read = n_events.min(u32::try_from(self.config.limits.events_max).unwrap_or(u32::MAX));
-        let n_before = events.len();
         for _ in 0..n_read {
-            self.event(cursor, n_before, events, report)?;
+            self.event(cursor, output)?;
         }
         if n_read < n_events {
-            self.lose(Finding::TooLarge, None, events, report);
+            self.lose(Finding::TooLarge, None, output);
         }
         self.pass(u64::from(n_events - n_read), cursor)
     }

@@ -6,6 +6,7 @@ use std::num::NonZeroU32;
 use std::ops::Range;
 
 use super::event::{Lists, Tag, TokenForm, WireEvent};
+use super::finding::Output;
 use super::fold::Fold;
 use super::group::{BesideGroup, Groups, is_complete, removed_before};
 use super::keys::StoreKeys;
@@ -16,6 +17,9 @@ use super::{DecoderLimits, DecoderState, Finding, Report, StoreMismatch};
 use crate::hashing::{BlockHasher, HashScheme};
 use crate::protocol::{BlockHash, EngineHash, KvEvent, RepeatedStore, RouterEvent, StorageTier};
 use crate::protocol::{StoredBlock, WorkerRank};
+
+/// What an event changes, and in which tier.
+type Change = (StorageTier, KvEvent);
 
 /// Identity of the stream and the hashing rules of its pool.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -136,14 +140,8 @@ impl Decoder {
         *self = Self::new(self.config.clone());
     }
 
-    /// Decodes and applies one event. The events of the batch start at `n_before`. An error ends the batch.
-    pub(super) fn event(
-        &mut self,
-        cursor: &mut Cursor<'_>,
-        n_before: usize,
-        events: &mut Vec<RouterEvent>,
-        report: &mut Report,
-    ) -> Result<(), Finding> {
+    /// Decodes and applies one event. An error ends the batch.
+    pub(super) fn event(&mut self, cursor: &mut Cursor<'_>, output: &mut Output<'_>) -> Result<(), Finding> {
         let start = *cursor;
         let mut event = WireEvent::default();
         match event.read(cursor, &self.config.limits, &mut self.lists) {
@@ -154,22 +152,22 @@ impl Decoder {
                 if is_local(&event).is_ok() && self.groups.learn(&event, self.config.block_size) {
                     // The blocks of the substitute are not those of the main group.
                     self.clear_tier(StorageTier::Device);
-                    events.push(self.changed(StorageTier::Device, KvEvent::TierCleared));
+                    output.events.push(self.changed(StorageTier::Device, KvEvent::TierCleared));
                 }
-                match self.take(&event, n_before, events, report) {
+                match self.take(&event, output) {
                     Ok(taken) => {
-                        report.usable += 1;
-                        events.extend(taken);
-                        self.groups.put_main_first(&mut events[n_before..]);
+                        output.report.usable += 1;
+                        output.events.extend(taken);
+                        self.groups.put_main_first(output.of_batch());
                     }
-                    Err(refused) => self.refuse(&event, refused, report),
+                    Err(refused) => self.refuse(&event, refused, &mut output.report),
                 }
             }
             Err(broken) if broken.ends_batch() => return Err(broken),
             Err(refused) => {
                 *cursor = start;
                 self.pass(1, cursor)?;
-                self.unreadable(event.tag, refused, start, events, report);
+                self.unreadable(event.tag, refused, start, output);
             }
         }
         Ok(())
@@ -186,39 +184,26 @@ impl Decoder {
 
     /// Counts an event that could not be read. A lost removal or clear leaves no stale blocks.
     #[cold]
-    fn unreadable(
-        &mut self,
-        tag: Tag,
-        finding: Finding,
-        start: Cursor<'_>,
-        events: &mut Vec<RouterEvent>,
-        report: &mut Report,
-    ) {
+    fn unreadable(&mut self, tag: Tag, finding: Finding, start: Cursor<'_>, output: &mut Output<'_>) {
         let skimmed = WireEvent::skimmed_removal(start, &self.config.limits).filter(|_| tag == Tag::Removed);
         match (tag, skimmed.map(|event| self.place(&event))) {
-            (Tag::Removed | Tag::Cleared, None) => self.lose(finding, None, events, report),
-            (Tag::Removed, Some(Ok((_, tier)))) => self.lose(finding, Some(tier), events, report),
+            (Tag::Removed | Tag::Cleared, None) => self.lose(finding, None, output),
+            (Tag::Removed, Some(Ok((_, tier)))) => self.lose(finding, Some(tier), output),
             // Blocks that are not used, or none.
             (Tag::Removed, Some(Err(_))) | (Tag::Stored | Tag::Ignored | Tag::Cleared, _) => {
-                report.findings.add(finding)
+                output.report.findings.add(finding)
             }
         }
     }
 
     /// Clears a tier, or all, because a removal there was lost: its blocks would be stale for ever.
     #[cold]
-    pub(super) fn lose(
-        &mut self,
-        finding: Finding,
-        tier: Option<StorageTier>,
-        events: &mut Vec<RouterEvent>,
-        report: &mut Report,
-    ) {
-        report.findings.add(finding);
-        report.lost_removals = Some(finding);
+    pub(super) fn lose(&mut self, finding: Finding, tier: Option<StorageTier>, output: &mut Output<'_>) {
+        output.report.findings.add(finding);
+        output.report.lost_removals = Some(finding);
         for tier in StorageTier::ALL.into_iter().filter(|of| tier.is_none_or(|tier| tier == *of)) {
             self.clear_tier(tier);
-            events.push(self.changed(tier, KvEvent::TierCleared));
+            output.events.push(self.changed(tier, KvEvent::TierCleared));
         }
     }
 
@@ -256,79 +241,45 @@ impl Decoder {
         };
     }
 
-    /// Converts an event. Returns `None` if it has no effect, or is already among `events`; those of the batch start at
-    /// `n_before`.
-    fn take(
-        &mut self,
-        event: &WireEvent<'_>,
-        n_before: usize,
-        events: &mut Vec<RouterEvent>,
-        report: &mut Report,
-    ) -> Result<Option<RouterEvent>, Finding> {
-        let (tier, data) = match event.tag {
-            Tag::Ignored => return Ok(None),
-            Tag::Cleared => self.cleared(event, report)?,
-            Tag::Removed => {
-                let (group, tier) = self.place(event)?;
-                self.removed(event, tier, group, report)?;
-                if self.fold.is_some() && group.is_none() && tier == StorageTier::Device {
-                    self.remove_pages(events, report);
-                }
-                let names = self.lists.hashes.iter().copied().map(EngineHash);
-                let group = group.map(|group| group.number);
-                // Engines publish each removed block as an event of its own. A list per event would cost more than the
-                // rest of its decoding.
-                let last = events[n_before..].last_mut();
-                if let Some(blocks) = last.and_then(|last| removed_before(last, tier, group)) {
-                    blocks.extend(names);
-                    return Ok(None);
-                }
-                let blocks = names.collect();
-                match group {
-                    None => (tier, KvEvent::Removed { blocks }),
-                    Some(group) => (tier, KvEvent::GroupRemoved { group, blocks }),
-                }
-            }
-            Tag::Stored => match self.store(event, n_before, events, report)? {
-                Some(stored) => stored,
-                None => return Ok(None),
-            },
+    /// Converts an event. Returns `None` if it has no effect, or is already among the events of the batch.
+    fn take(&mut self, event: &WireEvent<'_>, output: &mut Output<'_>) -> Result<Option<RouterEvent>, Finding> {
+        let taken = match event.tag {
+            Tag::Ignored => None,
+            Tag::Cleared => Some(self.cleared(event, &mut output.report)?),
+            Tag::Removed => self.removed(event, output)?,
+            Tag::Stored => self.store(event, output)?,
         };
-        let has_effect = matches!(data, KvEvent::Cleared | KvEvent::TierCleared | KvEvent::GroupStored { .. })
-            || data.block_count() > 0;
-        Ok(has_effect.then(|| self.changed(tier, data)))
+        Ok(taken.and_then(|(tier, data)| {
+            let has_effect = matches!(data, KvEvent::Cleared | KvEvent::TierCleared | KvEvent::GroupStored { .. })
+                || data.block_count() > 0;
+            has_effect.then(|| self.changed(tier, data))
+        }))
     }
 
-    /// Converts a store. Returns `None` if its blocks are already among `events`.
-    fn store(
-        &mut self,
-        event: &WireEvent<'_>,
-        n_before: usize,
-        events: &mut Vec<RouterEvent>,
-        report: &mut Report,
-    ) -> Result<Option<(StorageTier, KvEvent)>, Finding> {
+    /// Converts a store. Returns `None` if its blocks are already among the events of the batch.
+    fn store(&mut self, event: &WireEvent<'_>, output: &mut Output<'_>) -> Result<Option<Change>, Finding> {
         if tier(event.medium) == Ok(StorageTier::Device) {
             self.groups.offer(event, &self.lists, self.config.block_size);
         }
         Ok(match self.place(event)? {
             (Some(group), tier) => {
                 let data = group.stored(event, &self.lists, self.config.block_size)?;
-                note(event, report);
+                note(event, &mut output.report);
                 Some((tier, data))
             }
             (None, StorageTier::Device) => match self.page_size(event) {
                 Some(page_size) => {
-                    self.store_pages(event, page_size, events, report)?;
+                    self.store_pages(event, page_size, output)?;
                     None
                 }
-                None => Some((StorageTier::Device, self.store_blocks(event, events, report)?)),
+                None => Some((StorageTier::Device, self.store_blocks(event, output)?)),
             },
             (None, tier) => {
                 self.has_connector |= is_of_connector(event.medium);
-                let blocks = self.offloaded(event, tier, report)?;
+                let blocks = self.offloaded(event, tier, &mut output.report)?;
                 // Connectors publish each block as an event of its own, and names need no parent.
                 if let Some(RouterEvent { tier: same, data: KvEvent::Offloaded { blocks: before, .. }, .. }) =
-                    events[n_before..].last_mut()
+                    output.of_batch().last_mut()
                     && *same == tier
                     && blocks.iter().all(|(_, block_hash)| block_hash.is_none())
                 {
@@ -341,7 +292,7 @@ impl Decoder {
     }
 
     /// Converts a clear. vLLM clears the pool of the device only, and its connectors keep their copies. SGLang clears all.
-    fn cleared(&mut self, event: &WireEvent<'_>, report: &mut Report) -> Result<(StorageTier, KvEvent), Finding> {
+    fn cleared(&mut self, event: &WireEvent<'_>, report: &mut Report) -> Result<Change, Finding> {
         is_local(event)?;
         let tier = tier(event.medium)?;
         report.cleared = tier == StorageTier::Device;
@@ -370,30 +321,38 @@ impl Decoder {
         }
     }
 
-    fn removed(
-        &mut self,
-        event: &WireEvent<'_>,
-        tier: StorageTier,
-        group: Option<BesideGroup>,
-        report: &mut Report,
-    ) -> Result<(), Finding> {
+    /// Converts a removal. Returns `None` if its blocks are already among the events of the batch.
+    fn removed(&mut self, event: &WireEvent<'_>, output: &mut Output<'_>) -> Result<Option<Change>, Finding> {
+        let (group, tier) = self.place(event)?;
         if self.lists.hashes.is_empty() && event.bad_hashes > 0 {
             return Err(Finding::BadHash);
         }
-        note(event, report);
+        note(event, &mut output.report);
         if group.is_none() {
             self.lists.hashes.iter().for_each(|name| self.namespaces.removed(*name, tier));
         }
-        Ok(())
+        if self.fold.is_some() && group.is_none() && tier == StorageTier::Device {
+            self.remove_pages(output);
+        }
+        let names = self.lists.hashes.iter().copied().map(EngineHash);
+        let group = group.map(|group| group.number);
+        // Engines publish each removed block as an event of its own. A list per event would cost more than the rest of
+        // its decoding.
+        let last = output.of_batch().last_mut();
+        if let Some(blocks) = last.and_then(|last| removed_before(last, tier, group)) {
+            blocks.extend(names);
+            return Ok(None);
+        }
+        let blocks = names.collect();
+        Ok(Some(match group {
+            None => (tier, KvEvent::Removed { blocks }),
+            Some(group) => (tier, KvEvent::GroupRemoved { group, blocks }),
+        }))
     }
 
     /// Converts a store of the main group in device memory.
-    fn store_blocks(
-        &mut self,
-        event: &WireEvent<'_>,
-        events: &mut Vec<RouterEvent>,
-        report: &mut Report,
-    ) -> Result<KvEvent, Finding> {
+    fn store_blocks(&mut self, event: &WireEvent<'_>, output: &mut Output<'_>) -> Result<KvEvent, Finding> {
+        let Output { events, report, .. } = output;
         let stored = match self.stored(event, report) {
             Err(Finding::NamespacesFull) if self.drop_crowded_tiers(events) => self.stored(event, report)?,
             stored => stored?,

@@ -6,6 +6,8 @@
 use std::fmt;
 use std::ops::AddAssign;
 
+use crate::protocol::RouterEvent;
+
 macro_rules! findings {
     ($($(#[$doc:meta])* $cause:ident = $name:literal,)*) => {
         /// Reason for which an event, a part of it, or a batch was rejected, or used in a separate namespace.
@@ -219,4 +221,19 @@ pub struct Report {
     pub findings: Findings,
     /// The rank label of the batch, if it differs from the stream's rank.
     pub foreign_rank: Option<u32>,
+}
+
+/// What a batch yields.
+pub(super) struct Output<'e> {
+    pub(super) events: &'e mut Vec<RouterEvent>,
+    /// Number of events before those of the batch.
+    pub(super) n_before: usize,
+    pub(super) report: Report,
+}
+
+impl Output<'_> {
+    /// The events of the batch.
+    pub(super) fn of_batch(&mut self) -> &mut [RouterEvent] {
+        &mut self.events[self.n_before..]
+    }
 }

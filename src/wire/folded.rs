@@ -7,12 +7,13 @@
 
 use std::num::NonZeroU32;
 
+use super::Finding;
 use super::decoder::Decoder;
 use super::event::{TokenForm, WireEvent};
+use super::finding::Output;
 use super::fold::Fold;
-use super::{Finding, Report};
 use crate::hashing::HashScheme;
-use crate::protocol::{EngineHash, KvEvent, RepeatedStore, RouterEvent, StorageTier};
+use crate::protocol::{EngineHash, KvEvent, RepeatedStore, StorageTier};
 
 impl Decoder {
     /// Whether blocks are folded. The state then contains tokens, and is not part of a snapshot.
@@ -34,10 +35,10 @@ impl Decoder {
         &mut self,
         event: &WireEvent<'_>,
         page_size: NonZeroU32,
-        events: &mut Vec<RouterEvent>,
-        report: &mut Report,
+        output: &mut Output<'_>,
     ) -> Result<(), Finding> {
         self.check_tokens(event)?;
+        let report = &mut output.report;
         let scheme = self.scheme();
         let n_pages = self.usable_blocks(event, HashScheme { block_size: page_size, ..scheme }, report)?;
         let limits = &self.config.limits;
@@ -66,24 +67,24 @@ impl Decoder {
             }
         }
         if !fits {
-            self.lose(Finding::TooLarge, Some(StorageTier::Device), events, report);
+            self.lose(Finding::TooLarge, Some(StorageTier::Device), output);
             return Ok(());
         }
         report.stored_blocks = report.stored_blocks.saturating_add(held.len() as u32);
         for stored in held.chunk_by(|(_, block), (parent, _)| *parent == Some(block.engine_hash)) {
             let blocks = stored.iter().map(|(_, block)| *block).collect();
-            events.push(self.changed(StorageTier::Device, KvEvent::Stored { parent: stored[0].0, blocks }));
+            output.events.push(self.changed(StorageTier::Device, KvEvent::Stored { parent: stored[0].0, blocks }));
         }
         Ok(())
     }
 
     /// Replaces the names of removed pages by those of the blocks that are no longer held.
-    pub(super) fn remove_pages(&mut self, events: &mut Vec<RouterEvent>, report: &mut Report) {
+    pub(super) fn remove_pages(&mut self, output: &mut Output<'_>) {
         let Some(fold) = &mut self.fold else { return };
         let mut gone: Vec<EngineHash> = Vec::new();
         fold.remove(&self.lists.hashes, &mut gone);
         if fold.is_overworked() {
-            return self.lose(Finding::TooLarge, Some(StorageTier::Device), events, report);
+            return self.lose(Finding::TooLarge, Some(StorageTier::Device), output);
         }
         self.lists.hashes.clear();
         self.lists.hashes.extend(gone.iter().map(|name| name.0));
