@@ -78,13 +78,13 @@ impl Decoder {
     #[must_use]
     pub fn new(config: WireConfig) -> Self {
         Self {
+            lists: Lists::new(config.limits),
             config,
             namespaces: Namespaces::default(),
             groups: Groups::default(),
             has_connector: false,
             has_blocks: false,
             fold: None,
-            lists: Lists::default(),
             keys: StoreKeys::default(),
         }
     }
@@ -144,7 +144,7 @@ impl Decoder {
     pub(super) fn event(&mut self, cursor: &mut Cursor<'_>, output: &mut Output<'_>) -> Result<(), Finding> {
         let start = *cursor;
         let mut event = WireEvent::default();
-        match event.read(cursor, &self.config.limits, &mut self.lists) {
+        match event.read(cursor, &mut self.lists) {
             Ok(()) => {
                 if self.config.is_eagle && event.token_form == TokenForm::Ids {
                     self.complete_pairs(&mut event);

@@ -129,18 +129,23 @@ pub(super) enum TokenForm {
     Pairs,
 }
 
-/// Number lists of one event, reused for the next.
-#[derive(Debug, Default)]
+/// Number lists of one event, reused for the next, and the limits of an event.
+#[derive(Debug)]
 pub(super) struct Lists {
     /// Engine hashes.
     pub(super) hashes: Vec<u64>,
     /// Token ids, erased before the decoder returns.
     pub(super) tokens: Vec<u32>,
+    limits: DecoderLimits,
 }
 
 impl Lists {
     /// Capacity kept between batches, in items per list.
     const KEPT: usize = 16 * 1024;
+
+    pub(super) fn new(limits: DecoderLimits) -> Self {
+        Self { hashes: Vec::new(), tokens: Vec::new(), limits }
+    }
 
     /// Overwrites the tokens of an event, since they encode user text, and clears the lists.
     pub(super) fn wipe(&mut self) {
@@ -192,18 +197,13 @@ impl<'a> WireEvent<'a> {
     ///
     /// # Errors
     /// The reason for which the event is unusable. The cursor is then at any position inside the event.
-    pub(super) fn read(
-        &mut self,
-        cursor: &mut Cursor<'a>,
-        limits: &DecoderLimits,
-        lists: &mut Lists,
-    ) -> Result<(), Finding> {
+    pub(super) fn read(&mut self, cursor: &mut Cursor<'a>, lists: &mut Lists) -> Result<(), Finding> {
         lists.wipe();
         let head = cursor.item()?;
         if let MsgpackItem::Array(len) = head {
-            self.read_array(len, cursor, limits, lists)?;
+            self.read_array(len, cursor, lists)?;
         } else if let MsgpackItem::Map(pairs) = head {
-            self.read_map(pairs, cursor, limits, lists)?;
+            self.read_map(pairs, cursor, lists)?;
         } else {
             return Err(Finding::WrongType);
         }
@@ -251,13 +251,7 @@ impl<'a> WireEvent<'a> {
         Some(event)
     }
 
-    fn read_array(
-        &mut self,
-        len: u32,
-        cursor: &mut Cursor<'a>,
-        limits: &DecoderLimits,
-        lists: &mut Lists,
-    ) -> Result<(), Finding> {
+    fn read_array(&mut self, len: u32, cursor: &mut Cursor<'a>, lists: &mut Lists) -> Result<(), Finding> {
         if len == 0 {
             return Err(Finding::WrongShape);
         }
@@ -265,10 +259,10 @@ impl<'a> WireEvent<'a> {
         for position in 1..len {
             let field = EventField::at(self.tag, position);
             let start = *cursor;
-            match self.read_field(field, cursor, limits, lists) {
+            match self.read_field(field, cursor, lists) {
                 Err(Finding::WrongType) if field.in_tail() => {
                     *cursor = start;
-                    cursor.pass(1, limits.nesting_max)?;
+                    cursor.pass(1, lists.limits.nesting_max)?;
                     self.misplaced(field, start)?;
                 }
                 read => read?,
@@ -295,14 +289,8 @@ impl<'a> WireEvent<'a> {
         Ok(())
     }
 
-    fn read_map(
-        &mut self,
-        pairs: u32,
-        cursor: &mut Cursor<'a>,
-        limits: &DecoderLimits,
-        lists: &mut Lists,
-    ) -> Result<(), Finding> {
-        self.tag = find_tag(pairs, *cursor, limits)?;
+    fn read_map(&mut self, pairs: u32, cursor: &mut Cursor<'a>, lists: &mut Lists) -> Result<(), Finding> {
+        self.tag = find_tag(pairs, *cursor, &lists.limits)?;
         for _ in 0..pairs {
             let start = *cursor;
             let field = if let MsgpackItem::Str(key) = cursor.item()? {
@@ -310,37 +298,31 @@ impl<'a> WireEvent<'a> {
             } else {
                 // Unknown key, possibly a nested item.
                 *cursor = start;
-                cursor.pass(1, limits.nesting_max)?;
+                cursor.pass(1, lists.limits.nesting_max)?;
                 EventField::Other
             };
-            self.read_field(field, cursor, limits, lists)?;
+            self.read_field(field, cursor, lists)?;
         }
         Ok(())
     }
 
-    fn read_field(
-        &mut self,
-        field: EventField,
-        cursor: &mut Cursor<'a>,
-        limits: &DecoderLimits,
-        lists: &mut Lists,
-    ) -> Result<(), Finding> {
+    fn read_field(&mut self, field: EventField, cursor: &mut Cursor<'a>, lists: &mut Lists) -> Result<(), Finding> {
         match field {
-            EventField::BlockHashes => self.read_hashes(cursor, limits, &mut lists.hashes)?,
+            EventField::BlockHashes => self.read_hashes(cursor, lists)?,
             EventField::ParentBlockHash => {
                 let parent = cursor.item()?;
                 self.parent =
                     if parent == MsgpackItem::Nil { None } else { Some(hash(parent).ok_or(Finding::BadHash)?) };
             }
-            EventField::TokenIds => self.read_tokens(cursor, limits, &mut lists.tokens)?,
+            EventField::TokenIds => self.read_tokens(cursor, lists)?,
             EventField::BlockSize => self.block_size = optional(cursor, number)?,
-            EventField::Lookahead => self.lookahead = deferred(cursor, limits)?,
-            EventField::LoraId => self.lora_id = deferred(cursor, limits)?,
+            EventField::Lookahead => self.lookahead = deferred(cursor, &lists.limits)?,
+            EventField::LoraId => self.lora_id = deferred(cursor, &lists.limits)?,
             EventField::LoraName => self.lora_name = optional(cursor, text)?,
             EventField::CacheSalt => self.cache_salt = optional(cursor, text)?,
             EventField::ExtraKeys => {
                 let is_array = matches!({ *cursor }.item()?, MsgpackItem::Array(_));
-                let keys = deferred(cursor, limits)?;
+                let keys = deferred(cursor, &lists.limits)?;
                 (self.extra_keys, self.odd_keys[1]) = if is_array { (keys, None) } else { (None, keys) };
             }
             EventField::Medium => self.medium = optional(cursor, bytes)?,
@@ -348,57 +330,47 @@ impl<'a> WireEvent<'a> {
             EventField::SpecKind => self.spec_kind = optional(cursor, bytes)?,
             EventField::SpecWindow => self.spec_window = optional(cursor, number)?,
             EventField::Locality => self.locality = optional(cursor, bytes)?,
-            EventField::Other => cursor.pass(1, limits.nesting_max)?,
+            EventField::Other => cursor.pass(1, lists.limits.nesting_max)?,
         }
         Ok(())
     }
 
     /// Reads the hashes of an event. In a store, an invalid hash ends the list, because the following blocks lose their
     /// position. In a removal, only the invalid hash is skipped.
-    fn read_hashes(
-        &mut self,
-        cursor: &mut Cursor<'a>,
-        limits: &DecoderLimits,
-        hashes: &mut Vec<u64>,
-    ) -> Result<(), Finding> {
+    fn read_hashes(&mut self, cursor: &mut Cursor<'a>, lists: &mut Lists) -> Result<(), Finding> {
         let MsgpackItem::Array(len) = cursor.item()? else { return Err(Finding::WrongType) };
         let len = len as usize;
-        if len > limits.hashes_max {
+        if len > lists.limits.hashes_max {
             return Err(Finding::TooLarge);
         }
         self.has_hashes = true;
-        hashes.clear();
+        lists.hashes.clear();
         // Reserves at most one hash per remaining byte, independent of the declared array length.
-        hashes.reserve(len.min(cursor.bytes_left()));
+        lists.hashes.reserve(len.min(cursor.bytes_left()));
         for position in 0..len {
             let start = *cursor;
             if let Some(hash) = hash(cursor.item()?) {
-                hashes.push(hash);
+                lists.hashes.push(hash);
                 continue;
             }
             self.bad_hashes += 1;
             *cursor = start;
             if self.tag == Tag::Stored {
-                return cursor.pass((len - position) as u64, limits.nesting_max);
+                return cursor.pass((len - position) as u64, lists.limits.nesting_max);
             }
-            cursor.pass(1, limits.nesting_max)?;
+            cursor.pass(1, lists.limits.nesting_max)?;
         }
         Ok(())
     }
 
     /// Reads token ids, or converts pairs to ids: one id more than pairs. An invalid token ends the list.
-    fn read_tokens(
-        &mut self,
-        cursor: &mut Cursor<'a>,
-        limits: &DecoderLimits,
-        tokens: &mut Vec<u32>,
-    ) -> Result<(), Finding> {
+    fn read_tokens(&mut self, cursor: &mut Cursor<'a>, lists: &mut Lists) -> Result<(), Finding> {
         let MsgpackItem::Array(len) = cursor.item()? else { return Err(Finding::WrongType) };
         let len = len as usize;
-        if len > limits.tokens_max {
+        if len > lists.limits.tokens_max {
             return Err(Finding::TooLarge);
         }
-        tokens.clear();
+        lists.tokens.clear();
         self.token_form = match { *cursor }.item() {
             _ if len == 0 => TokenForm::None,
             Ok(MsgpackItem::Array(_)) => TokenForm::Pairs,
@@ -406,11 +378,11 @@ impl<'a> WireEvent<'a> {
         };
         let good = match self.token_form {
             TokenForm::None => 0,
-            TokenForm::Ids => read_ids(len, cursor, tokens)?,
-            TokenForm::Pairs => read_pairs(len, cursor, tokens)?,
+            TokenForm::Ids => read_ids(len, cursor, &mut lists.tokens)?,
+            TokenForm::Pairs => read_pairs(len, cursor, &mut lists.tokens)?,
         };
         self.has_bad_token = good < len;
-        cursor.pass((len - good) as u64, limits.nesting_max)
+        cursor.pass((len - good) as u64, lists.limits.nesting_max)
     }
 }
 
