@@ -17,6 +17,7 @@ use crate::directory::{Directory, Ended, Lease};
 use crate::load::OutputLengths;
 use crate::predict::SpeculationModel;
 use crate::protocol::WorkerRank;
+use crate::schedule::Input;
 
 /// Ends leases.
 pub(crate) struct LeaseEnder {
@@ -75,7 +76,7 @@ impl LeaseEnder {
             // The request may be queued: a cancelled request stops counting immediately.
             Ended::Pending if may_wait => {
                 if let Some(scheduler) = &self.scheduler {
-                    scheduler.tell(SchedulerMsg::Cancel(lease.booking()));
+                    scheduler.tell(SchedulerMsg::Input(Input::Cancel(lease.booking())));
                 }
             }
             Ended::Pending | Ended::Already => {}
@@ -87,7 +88,7 @@ impl LeaseEnder {
         let has_program = || lease.request_keys.get().is_some_and(|keys| keys.program != 0);
         if let Some(scheduler) = self.scheduler.as_ref().filter(|_| self.holds_programs && has_program()) {
             let (booking, is_stop) = (lease.booking(), lease.has_stopped.load(Ordering::Relaxed));
-            scheduler.tell(SchedulerMsg::Ended { booking, is_stop });
+            scheduler.tell(SchedulerMsg::Input(Input::Ended { booking, is_stop }));
         }
     }
 

@@ -134,7 +134,7 @@ impl OverlapQuery for RefreshContinuation {
 impl Continuation<RankOverlap> for RefreshContinuation {
     fn run(&self, overlaps: Vec<RankOverlap>) {
         if let Some(scheduler) = self.scheduler.upgrade() {
-            scheduler.tell(SchedulerMsg::Refreshed { booking: self.booking, overlaps });
+            scheduler.tell(SchedulerMsg::Input(Input::Overlaps { booking: self.booking, overlaps }));
         }
     }
 }
@@ -142,7 +142,7 @@ impl Continuation<RankOverlap> for RefreshContinuation {
 impl Continuation<LoadAnswer> for LoadContinuation {
     fn run(&self, answers: Vec<LoadAnswer>) {
         if let Some(scheduler) = self.scheduler.upgrade() {
-            scheduler.tell(SchedulerMsg::Loads { batch: self.batch, answers });
+            scheduler.tell(SchedulerMsg::Input(Input::Loads { batch: self.batch, answers }));
         }
     }
 }

@@ -24,6 +24,7 @@ use crate::config::RouterConfig;
 use crate::load::PromptLimits;
 use crate::membership::{Child, MembershipEffect, RankDescription};
 use crate::protocol::{Generation, PoolBlockSize, Slot, WorkerId, WorkerRank};
+use crate::schedule::Input;
 use crate::select::RankTraits;
 
 impl SupervisorState {
@@ -150,7 +151,7 @@ impl SupervisorState {
         entry.number_at_worker.store(description.number_at_worker.unwrap_or(RankEntry::ALONE), Ordering::Relaxed);
         self.register(entry, &description.traits);
         let (generation, traits) = (entry.generation, Arc::clone(&description.traits));
-        self.dependencies.strands.scheduler.tell(SchedulerMsg::Describe { slot, generation, traits });
+        self.dependencies.strands.scheduler.tell(SchedulerMsg::Input(Input::Describe { slot, generation, traits }));
     }
 
     /// Registers a rank, or its changed capacity, with its index shard.

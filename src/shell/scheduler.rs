@@ -12,40 +12,19 @@ use super::sequence::SequenceMsg;
 use crate::config::LoadConfig;
 use crate::directory::{Lease, LeaseState};
 use crate::health::Exclusions;
-use crate::protocol::{BookingId, Generation, Slot, TimeSource, Timestamp};
+use crate::protocol::{Generation, Slot, TimeSource, Timestamp};
 use crate::queue::QueueHeads;
 use crate::schedule::{Admission, Effect, Input, LiveLoads, LoadAnswer, RankCells, Request, Schedule};
-use crate::select::{RankConditions, RankOverlap, RankTraits};
+use crate::select::RankConditions;
 
 /// Messages to the scheduler: `C` is the context of a request, `H` the handle of a sequence actor, `A` acknowledges.
 pub enum SchedulerMsg<C, H, A> {
     /// A request that needs a decision.
     Decide(Request<C>),
-    /// Responses to a load query.
-    Loads {
-        /// Batch of the query.
-        batch: u64,
-        /// The responses.
-        answers: Vec<LoadAnswer>,
-    },
+    /// An input that concerns the schedule only: an answer, the end of a request or a call, new traits.
+    Input(Input<C>),
     /// The timer of load queries has fired.
     Timeout,
-    /// The caller of a waiting request has cancelled it.
-    Cancel(BookingId),
-    /// A booked call of a program has ended.
-    Ended {
-        /// The call.
-        booking: BookingId,
-        /// Whether the program returns late or never.
-        is_stop: bool,
-    },
-    /// Result of a repeated overlap query for a waiting request.
-    Refreshed {
-        /// The request.
-        booking: BookingId,
-        /// The overlaps.
-        overlaps: Vec<RankOverlap>,
-    },
     /// The load of a rank has fallen, or the timer for `at` has fired: re-evaluate waiting requests.
     Wake {
         /// Time of the timer.
@@ -53,15 +32,6 @@ pub enum SchedulerMsg<C, H, A> {
     },
     /// Add a rank.
     Admit(SequenceHandle<H>),
-    /// Update the traits of a rank from its worker's configuration.
-    Describe {
-        /// Slot of the rank.
-        slot: Slot,
-        /// Generation of the slot.
-        generation: Generation,
-        /// The traits.
-        traits: Arc<RankTraits>,
-    },
     /// Stop new work for a rank, and send `Drain` to its sequence actor after the last Book.
     Drain {
         /// Slot of the rank.
@@ -193,11 +163,8 @@ impl<C: RequestLease, D: Decider<C>, H: Clone, J: OpenLoadQuery> SchedulerShell<
         let mut forwarded = None;
         match msg {
             SchedulerMsg::Decide(request) => self.on_decide(request, now),
-            SchedulerMsg::Loads { batch, answers } => self.input(Input::Loads { batch, answers }, now),
+            SchedulerMsg::Input(input) => self.input(input, now),
             SchedulerMsg::Timeout => self.on_timeout(now),
-            SchedulerMsg::Cancel(booking) => self.input(Input::Cancel(booking), now),
-            SchedulerMsg::Ended { booking, is_stop } => self.input(Input::Ended { booking, is_stop }, now),
-            SchedulerMsg::Refreshed { booking, overlaps } => self.input(Input::Overlaps { booking, overlaps }, now),
             SchedulerMsg::Wake { at } => {
                 if at.is_some() && at == self.wake_at && !Defect::WakeTimerForgotten.is_planted() {
                     self.wake_at = None;
@@ -205,9 +172,6 @@ impl<C: RequestLease, D: Decider<C>, H: Clone, J: OpenLoadQuery> SchedulerShell<
                 self.input(Input::Wake, now);
             }
             SchedulerMsg::Admit(sequence) => self.admit(sequence, now),
-            SchedulerMsg::Describe { slot, generation, traits } => {
-                self.input(Input::Describe { slot, generation, traits }, now);
-            }
             SchedulerMsg::Drain { slot, generation, ack } => {
                 if !Defect::DrainServes.is_planted() {
                     self.input(Input::Drain { slot, generation }, now);

@@ -11,7 +11,7 @@ use pointsman::internals::shell::shard::ShardMsg;
 use pointsman::protocol::Timestamp;
 use pointsman::{
     Decision, SessionId,
-    internals::schedule::{Request, ResolvedOptions, Waits},
+    internals::schedule::{Input, Request, ResolvedOptions, Waits},
 };
 
 use super::{Entry, Gateway, OverlapQuery, Surroundings};
@@ -271,7 +271,12 @@ impl Gateway {
         match ended {
             Ended::Booked(slot, generation) => self.reconcile(from, lease, (slot, generation), around),
             Ended::Pending if may_wait && self.is_queueing() => {
-                self.send(from, Actor::Scheduler, Letter::scheduler(SchedulerMsg::Cancel(lease.booking())), around);
+                self.send(
+                    from,
+                    Actor::Scheduler,
+                    Letter::scheduler(SchedulerMsg::Input(Input::Cancel(lease.booking()))),
+                    around,
+                );
             }
             Ended::Pending | Ended::Already => {}
         }

@@ -27,7 +27,7 @@ use pointsman::internals::load::{ArrivalsCell, BoardChanges};
 use pointsman::internals::membership::{Membership, MembershipRules};
 use pointsman::internals::protocol::{BookingId, Generation, Slot};
 use pointsman::internals::queue::QueueHeads;
-use pointsman::internals::schedule::RankCells;
+use pointsman::internals::schedule::{Input, RankCells};
 use pointsman::internals::shell::CurrentIncarnation;
 use pointsman::internals::shell::scheduler::SchedulerMsg;
 use pointsman::internals::shell::sequence::SequenceMsg;
@@ -260,12 +260,12 @@ impl Gateway {
                     (Actor::Scheduler, Letter::scheduler(SchedulerMsg::Decide(*request)))
                 }
                 Notice::Overlaps(OverlapGoal::Refresh(booking), found) => {
-                    let msg = SchedulerMsg::Refreshed { booking, overlaps: found };
+                    let msg = SchedulerMsg::Input(Input::Overlaps { booking, overlaps: found });
                     (Actor::Scheduler, Letter::scheduler(msg))
                 }
                 Notice::Overlaps(OverlapGoal::None, _) => continue,
                 Notice::Loads(batch, answers) => {
-                    (Actor::Scheduler, Letter::scheduler(SchedulerMsg::Loads { batch, answers }))
+                    (Actor::Scheduler, Letter::scheduler(SchedulerMsg::Input(Input::Loads { batch, answers })))
                 }
                 Notice::Acknowledged(slot, generation, kind) => {
                     (Actor::Supervisor, Letter::Acked(slot, generation, kind))

@@ -8,7 +8,7 @@ use std::time::Duration;
 use pointsman::DiscoveryError;
 use pointsman::internals::membership::{MembershipEffect, MembershipInput, SourceUpdate};
 use pointsman::internals::protocol::{Generation, Slot};
-use pointsman::internals::schedule::{Admission, RankCells};
+use pointsman::internals::schedule::{Admission, Input, RankCells};
 use pointsman::internals::shell::scheduler::SchedulerMsg;
 use pointsman::internals::shell::shard::ShardMsg;
 use pointsman::internals::shell::supervisor::SupervisorInput;
@@ -150,8 +150,8 @@ impl Gateway {
                 if let Some(entry) = self.entry(slot).cloned() {
                     let shard = Actor::Shard(self.shard_of(entry.rank));
                     self.send(Actor::Supervisor, shard, Letter::shard(ShardMsg::Register(registered(&entry))), around);
-                    let letter =
-                        Letter::scheduler(SchedulerMsg::Describe { slot, generation, traits: description.traits });
+                    let input = Input::Describe { slot, generation, traits: description.traits };
+                    let letter = Letter::scheduler(SchedulerMsg::Input(input));
                     self.send(Actor::Supervisor, Actor::Scheduler, letter, around);
                 }
             }
