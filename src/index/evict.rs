@@ -22,11 +22,12 @@ use std::cmp::Reverse;
 use std::mem::{size_of, take};
 
 use super::budget::{Budget, BudgetState};
+use super::hold::HeldBlocks;
 use super::rank::{RankBlocks, lower_idx};
 use super::table::Spot;
 use super::tree::Holder;
 use super::waiting::PendingBlocks;
-use super::{Applied, Index, hold};
+use super::{Applied, Index};
 use crate::protocol::{KvEvent, RouterEvent, Slot, StorageTier, StoredBlock, WorkerRank};
 
 /// Divisor of a rank's blocks per eviction batch. A batch frees about a 32nd of the rank's bytes and makes table room
@@ -219,10 +220,10 @@ impl Index {
             return 0;
         }
         let names: Vec<_> = blocks.iter().map(|block| block.engine_hash).collect();
-        let (tree, residence) = self.parts(slot, StorageTier::Device);
-        let held = residence.held_blocks();
-        hold::forget(tree, residence, slot, &names);
-        let evicted = (held - residence.held_blocks()) as u64;
+        let mut held = self.blocks(slot, StorageTier::Device);
+        let before = held.residence.held_blocks();
+        held.forget(&names);
+        let evicted = (before - held.residence.held_blocks()) as u64;
         self.note_evicted(slot, evicted);
         evicted
     }
@@ -288,18 +289,18 @@ impl Index {
 
     /// Evicts the last blocks of a leaf, at most `blocks`. Returns whether there were any.
     fn evict_end(&mut self, slot: Slot, leaf: &Leaf, blocks: usize) -> bool {
-        let (tree, residence) = self.parts(slot, leaf.tier);
-        if residence.held_blocks() == 0 {
+        let mut held = self.blocks(slot, leaf.tier);
+        if held.residence.held_blocks() == 0 {
             return false; // span numbers are invalid once the residence is empty
         }
-        let extent = residence.span(leaf.span).extent();
+        let extent = held.residence.span(leaf.span).extent();
         if extent <= leaf.from {
             return false;
         }
         let offsets = leaf.from.max(extent.saturating_sub(u32::try_from(blocks).unwrap_or(u32::MAX)))..extent;
-        let names = |offset| residence.names_of(Spot { span: leaf.span, offset });
+        let names = |offset| held.residence.names_of(Spot { span: leaf.span, offset });
         let names: Vec<_> = offsets.rev().flat_map(names).collect();
-        hold::forget(tree, residence, slot, &names);
+        held.forget(&names);
         self.recount(slot);
         true
     }
@@ -330,7 +331,7 @@ impl Index {
     fn fit(&mut self, slot: Slot) {
         let tiers: Vec<_> = self.rank(slot).residences().map(|(tier, _)| tier).collect();
         for tier in tiers {
-            let (tree, residence) = self.parts(slot, tier);
+            let HeldBlocks { tree, residence, slot } = self.blocks(slot, tier);
             residence.fit(|span, id| {
                 tree.publish(span.node, Holder { slot, span: id, cut: span.cut(), extent: span.extent() });
             });

@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 use super::residence::Residence;
 use super::tree::Point;
 use super::waiting::{PendingBlock, PendingBlocks};
-use super::{Applied, Index, hold};
+use super::{Applied, Index};
 use crate::protocol::{BlockHash, EngineHash, RepeatedStore, Slot, StorageTier, StoredBlock};
 
 /// Number of pending blocks, and of blocks in a lower tier without any removal, that a rank may have. Some connectors
@@ -28,8 +28,7 @@ impl Index {
         let (other, point) =
             StorageTier::ALL.into_iter().find_map(|other| Some((other, self.find(slot, other, parent)?)))?;
         let path = self.tree(other).expect("a block was found in this tree").path(point);
-        let (tree, _) = self.parts(slot, tier);
-        Some(tree.grow_path(&path))
+        Some(self.blocks(slot, tier).tree.grow_path(&path))
     }
 
     /// Stores one block. It becomes pending if its parent is unknown; pending blocks behind it become held.
@@ -48,9 +47,7 @@ impl Index {
             (None, Some(parent)) => self.wait(slot, tier, parent, block),
             (at, _) => {
                 self.waiting_mut(slot).remove((tier, block.engine_hash));
-                let (tree, residence) = self.parts(slot, tier);
-                let at = at.unwrap_or(Point::START);
-                let mut applied = hold::store(tree, residence, slot, at, std::slice::from_ref(block), repeated);
+                let mut applied = self.blocks(slot, tier).store(at.unwrap_or(Point::START), &[*block], repeated);
                 applied.adopted = self.adopt(slot, block.engine_hash);
                 applied
             }
@@ -75,7 +72,7 @@ impl Index {
         for &(name, block_hash) in blocks {
             let others = StorageTier::ALL.into_iter().filter(|other| *other != tier);
             applied += if self.find(slot, tier, name).is_some() {
-                let is_counted = self.parts(slot, tier).1.add_copy(name);
+                let is_counted = self.blocks(slot, tier).residence.add_copy(name);
                 Applied { copies: is_counted.into(), duplicates: (!is_counted).into(), ..Applied::default() }
             } else if let Some(found) = { others }.find_map(|other| Some((other, self.find(slot, other, name)?))) {
                 self.copy_from(slot, tier, name, found, &mut last)
@@ -106,10 +103,10 @@ impl Index {
         let continued = last.filter(|(previous, _)| *previous == (other, before)).map(|(_, at)| at);
         let path = if continued.is_none() { of.path(before) } else { Vec::new() };
         self.waiting_mut(slot).remove((tier, name));
-        let (tree, residence) = self.parts(slot, tier);
-        let at = continued.unwrap_or_else(|| tree.grow_path(&path));
+        let mut blocks = self.blocks(slot, tier);
+        let at = continued.unwrap_or_else(|| blocks.tree.grow_path(&path));
         let stored = StoredBlock { engine_hash: name, block_hash };
-        let applied = hold::store(tree, residence, slot, at, &[stored], RepeatedStore::Copy);
+        let applied = blocks.store(at, &[stored], RepeatedStore::Copy);
         *last = self.find(slot, tier, name).map(|at| (found, at));
         applied
     }
@@ -149,7 +146,7 @@ impl Index {
     fn add_copy(&mut self, slot: Slot, tier: StorageTier, block: &StoredBlock) -> bool {
         let behind = self.find(slot, tier, block.engine_hash);
         let held = self.tree(tier).zip(behind).map(|(tree, behind)| tree.step_back(behind).1);
-        held == Some(block.block_hash) && self.parts(slot, tier).1.add_copy(block.engine_hash)
+        held == Some(block.block_hash) && self.blocks(slot, tier).residence.add_copy(block.engine_hash)
     }
 
     /// Records a block as pending, unless it is already held. A held block keeps its position, since the new position
@@ -182,8 +179,7 @@ impl Index {
                 // A child with the name of its parent is the parent of the next ones in its tier.
                 behind = (name != parent).then_some((tier, at));
                 let stored = StoredBlock { engine_hash: name, block_hash: block.block_hash };
-                let (tree, residence) = self.parts(slot, tier);
-                hold::store(tree, residence, slot, at, &[stored], RepeatedStore::Announcement);
+                self.blocks(slot, tier).store(at, &[stored], RepeatedStore::Announcement);
                 known.push_back(name);
                 adopted += 1;
             }

@@ -81,6 +81,7 @@ use crate::protocol::{EngineHash, Generation, KvEvent, RepeatedStore, RouterEven
 use crate::protocol::{StoredBlock, Timestamp, WorkerId};
 use budget::Budget;
 use copies::Copies;
+use hold::HeldBlocks;
 use rank::{RankBlocks, lower_idx};
 use residence::Residence;
 use tree::Tree;
@@ -257,8 +258,7 @@ impl Index {
             return 0;
         }
         rank.groups.iter_mut().for_each(|groups| groups.end_copies());
-        let (tree, residence) = self.parts(slot, StorageTier::Device);
-        hold::forget(tree, residence, slot, &gone) as u64
+        self.blocks(slot, StorageTier::Device).forget(&gone) as u64
     }
 
     /// Updates proven and doubted blocks after a store in the device tier, which may have found blocks held.
@@ -337,8 +337,7 @@ impl Index {
             let free = self.rank(slot).waiting().map_or(blocks.len(), |waiting| waiting.unconcerned(tier, blocks));
             let done = match at.filter(|_| free > 0) {
                 Some(at) => {
-                    let (tree, residence) = self.parts(slot, tier);
-                    applied += hold::store(tree, residence, slot, at, &blocks[..free], repeated);
+                    applied += self.blocks(slot, tier).store(at, &blocks[..free], repeated);
                     free
                 }
                 None => {
@@ -358,12 +357,7 @@ impl Index {
         if tier == StorageTier::Device {
             self.doubt_removals(slot, others);
         }
-        let known = if self.rank(slot).residence(tier).is_some() {
-            let (tree, residence) = self.parts(slot, tier);
-            hold::remove(tree, residence, slot, others)
-        } else {
-            0
-        };
+        let known = if self.rank(slot).residence(tier).is_some() { self.blocks(slot, tier).remove(others) } else { 0 };
         let unknown = others.len() - known;
         Applied { removed: (names.len() - unknown) as u64, unknown_removals: unknown as u64, ..Applied::default() }
     }
@@ -401,7 +395,7 @@ impl Index {
             return pending.len();
         }
         let empty = Residence::new(tier, self.hasher.clone());
-        let (tree, residence) = self.parts(slot, tier);
+        let HeldBlocks { tree, residence, slot } = self.blocks(slot, tier);
         hold::clear(tree, residence, slot);
         *residence = empty;
         pending.len() + names
@@ -423,13 +417,13 @@ impl Index {
     }
 
     /// A tier's tree and a rank's residence in it; creates missing ones.
-    fn parts(&mut self, slot: Slot, tier: StorageTier) -> (&mut Tree, &mut Residence) {
+    fn blocks(&mut self, slot: Slot, tier: StorageTier) -> HeldBlocks<'_> {
         let rank = self.ranks[slot.index()].as_mut().expect("every registered slot has a rank");
         let hasher = &self.hasher;
         let tree = match lower_idx(tier) {
             None => &mut self.device,
             Some(idx) => self.lower[idx].get_or_insert_with(|| Box::new(Tree::new(hasher.clone()))),
         };
-        (tree, rank.residence_mut(tier, hasher))
+        HeldBlocks { tree, residence: rank.residence_mut(tier, hasher), slot }
     }
 }

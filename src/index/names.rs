@@ -1,8 +1,8 @@
 //! Names of a rank for audits: their digest, all of them, and the removal of stale ones.
 
+use super::Index;
 use super::digest::BlockDigest;
 use super::residence::Residence;
-use super::{Index, hold};
 use crate::protocol::{EngineHash, StorageTier, WorkerRank};
 
 impl Index {
@@ -56,8 +56,7 @@ impl Index {
             let held = not_pending.as_deref().unwrap_or(&of_tier);
             known += of_tier.len() - held.len();
             if self.rank(slot).residence(tier).is_some() {
-                let (tree, residence) = self.parts(slot, tier);
-                known += hold::forget(tree, residence, slot, held);
+                known += self.blocks(slot, tier).forget(held);
             }
         }
         self.recount(slot);

@@ -13,7 +13,7 @@
 use std::time::Duration;
 
 use super::proven::ProvenNames;
-use super::{Applied, Index, hold};
+use super::{Applied, Index};
 use crate::protocol::{BlockHash, EngineHash, KvEvent, RouterEvent, Slot, StorageTier};
 use crate::protocol::{StoredBlock, Timestamp, WorkerRank};
 
@@ -119,8 +119,7 @@ impl Index {
 
     fn drop_proven(&mut self, slot: Slot, names: &[EngineHash]) {
         if !names.is_empty() {
-            let (tree, residence) = self.parts(slot, StorageTier::Device);
-            hold::forget(tree, residence, slot, names);
+            self.blocks(slot, StorageTier::Device).forget(names);
         }
     }
 
