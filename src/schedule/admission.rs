@@ -68,18 +68,7 @@ impl<T> Schedule<T> {
         self.requests += 1;
         let fingerprint = request.prompt.fingerprint();
         let session = self.session_rank(&request);
-        let pending = PendingRequest {
-            number,
-            fingerprint,
-            longest_blocks: longest_blocks(&request.overlaps),
-            request,
-            session,
-            begins: false,
-            class: None,
-            full: Vec::new(),
-            overlaps_at: None,
-            cancelled: false,
-        };
+        let pending = PendingRequest::new(number, fingerprint, request, session);
         if self.is_expired(&pending) {
             effects.push_back(self.expired(pending));
         } else {

@@ -30,6 +30,27 @@ pub(super) struct PendingRequest<T> {
 }
 
 impl<T> PendingRequest<T> {
+    /// A request that has not been evaluated.
+    pub(super) fn new(
+        number: u64,
+        fingerprint: PromptFingerprint,
+        request: Request<T>,
+        session: Option<WorkerRank>,
+    ) -> Self {
+        Self {
+            number,
+            fingerprint,
+            longest_blocks: longest_blocks(&request.overlaps),
+            request,
+            session,
+            begins: false,
+            class: None,
+            full: Vec::new(),
+            overlaps_at: None,
+            cancelled: false,
+        }
+    }
+
     /// Its booking, if it can wait and be cancelled.
     pub(super) fn booking(&self) -> Option<BookingId> {
         self.request.waits.as_ref().map(|waits| waits.booking)

@@ -6,7 +6,6 @@ use std::sync::Arc;
 use super::loads::TapedLoads;
 use super::outcome::put_outcome;
 use super::reads::{CellCopy, Tape, entry};
-use super::request::RequestParts;
 use crate::protocol::Timestamp;
 use crate::record::bytes::{Recorded, put_number, put_signed};
 use crate::schedule::pending::PendingRequest;
@@ -14,6 +13,7 @@ use crate::schedule::progress::Progress;
 use crate::schedule::state::Pool;
 use crate::schedule::types::{Effect, Input, LoadAnswer};
 use crate::schedule::{LoadView, Schedule};
+use crate::select::RankOverlap;
 
 /// Recorder of one scheduler with the context `T`.
 ///
@@ -125,18 +125,9 @@ impl<T> Recorder<T> {
             to.push(entry::BATCH);
             put_number(to, requests.len() as u64);
             for (in_batch, pending) in requests.iter().enumerate() {
-                let parts = RequestParts {
-                    number: pending.number,
-                    id: (self.id_of)(&pending.request.context),
-                    fingerprint: &pending.fingerprint,
-                    request: &pending.request,
-                    session: pending.session,
-                    begins: pending.begins,
-                    class: pending.class,
-                    full: &pending.full,
-                    parent: parent_of(in_batch, requests),
-                };
-                parts.put(to, last, |known| pool.ranks.position_of(known.slot, known.generation).is_some());
+                let of_batch = ((self.id_of)(&pending.request.context), parent_of(in_batch, requests));
+                let is_current = |known: &RankOverlap| pool.ranks.position_of(known.slot, known.generation).is_some();
+                pending.put(to, last, of_batch, is_current);
             }
             put_number(to, slots.len() as u64);
             slots.iter().for_each(|slot| put_number(to, slot.0.into()));

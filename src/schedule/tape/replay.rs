@@ -11,7 +11,7 @@ use std::time::Duration;
 use super::outcome::{Chosen, Outcome, read_outcome};
 use super::reads::{Last, entry};
 use super::replay_loads::ReplayLoads;
-use super::request::{BLOCKS_MAX, RecordedRequest};
+use super::request::BLOCKS_MAX;
 use crate::config::RouterConfig;
 use crate::load::{PlacementRate, PromptBlocks};
 use crate::policy::Policy;
@@ -20,7 +20,7 @@ use crate::record::bytes::{Reader, Recorded};
 use crate::schedule::choice::Choice;
 use crate::schedule::explanation::Explanation;
 use crate::schedule::latency::typical::Typical;
-use crate::schedule::pending::{PendingRequest, longest_blocks};
+use crate::schedule::pending::PendingRequest;
 use crate::schedule::pool::Arrivals;
 use crate::schedule::rank::Rank;
 use crate::schedule::search::Search;
@@ -277,28 +277,10 @@ impl Replay {
             let prompt_at = |distance: usize| -> Option<&PromptBlocks> {
                 Some(&batch.get(in_batch.checked_sub(distance)?)?.request.prompt)
             };
-            let generation_in = |slot| {
-                schedule
-                    .pool
-                    .ranks
-                    .position_in(slot)
-                    .map(|position| schedule.pool.ranks.as_slice()[position].generation)
-            };
-            let RecordedRequest { number, fingerprint, request, session, begins, class, full } =
-                RecordedRequest::read(from, &mut self.last, prompt_at, generation_in, &mut blocks_left)?;
-            let (overlaps_at, cancelled) = (None, false);
-            self.in_flight.push_back(PendingRequest {
-                number,
-                fingerprint,
-                longest_blocks: longest_blocks(&request.overlaps),
-                request,
-                session,
-                begins,
-                class,
-                full,
-                overlaps_at,
-                cancelled,
-            });
+            let ranks = &schedule.pool.ranks;
+            let generation_in = |slot| ranks.position_in(slot).map(|position| ranks.as_slice()[position].generation);
+            let pending = PendingRequest::read(from, &mut self.last, prompt_at, generation_in, &mut blocks_left)?;
+            self.in_flight.push_back(pending);
         }
         let slots: Vec<Slot> = Recorded::read(from)?;
         if self.mode == ReplayMode::Verify {

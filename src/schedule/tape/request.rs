@@ -5,38 +5,13 @@ use std::sync::Arc;
 use super::reads::Last;
 use crate::config::RouterConfigOverride;
 use crate::load::{PromptBlocks, PromptFingerprint};
-use crate::protocol::{Generation, SequenceHash, Slot, Timestamp, WorkerRank};
+use crate::protocol::{Generation, SequenceHash, Slot, Timestamp};
 use crate::queue::ClassId;
 use crate::record::bytes::{Reader, Recorded, put_number, put_signed, put_text, recorded, recorded_variants};
+use crate::schedule::pending::PendingRequest;
 use crate::schedule::types::{Purpose, Request, Target};
 use crate::schedule::{ResolvedOptions, ResolvedTargets};
 use crate::select::{Constraints, Pin, PinMode, RankOverlap, SharedHits, TierOverlap};
-
-/// Facts of a request at its evaluation.
-pub(super) struct RecordedRequest {
-    pub(super) number: u64,
-    pub(super) fingerprint: PromptFingerprint,
-    /// Contents are replaced: prompts of one batch share prefixes of the recorded lengths.
-    pub(super) request: Request<Box<str>>,
-    pub(super) session: Option<WorkerRank>,
-    pub(super) begins: bool,
-    pub(super) class: Option<ClassId>,
-    pub(super) full: Vec<Slot>,
-}
-
-/// Parts of a pending request, as the scheduler has them.
-pub(super) struct RequestParts<'a, T> {
-    pub(super) number: u64,
-    pub(super) id: &'a str,
-    pub(super) fingerprint: &'a PromptFingerprint,
-    pub(super) request: &'a Request<T>,
-    pub(super) session: Option<WorkerRank>,
-    pub(super) begins: bool,
-    pub(super) class: Option<ClassId>,
-    pub(super) full: &'a [Slot],
-    /// The earlier request of the batch with the longest common prefix: its distance and the common blocks.
-    pub(super) parent: Option<(usize, u32)>,
-}
 
 const OPTIONS: u64 = 1;
 const SESSION: u64 = 1 << 1;
@@ -49,9 +24,17 @@ const FULL: u64 = 1 << 7;
 /// The purpose in the upper bits.
 const PURPOSE_SHIFT: u8 = 8;
 
-impl<T> RequestParts<'_, T> {
-    pub(super) fn put(&self, to: &mut Vec<u8>, last: &mut Last, is_current: impl Fn(&RankOverlap) -> bool) {
-        let request = self.request;
+impl<T> PendingRequest<T> {
+    /// Writes the facts at its evaluation. `parent` is the earlier request of the batch with the longest common prefix: its
+    /// distance and the common blocks.
+    pub(super) fn put(
+        &self,
+        to: &mut Vec<u8>,
+        last: &mut Last,
+        (id, parent): (&str, Option<(usize, u32)>),
+        is_current: impl Fn(&RankOverlap) -> bool,
+    ) {
+        let request = &self.request;
         let flag = |is_set: bool, flag: u64| if is_set { flag } else { 0 };
         let purpose = match request.purpose {
             Purpose::Book => 0,
@@ -63,14 +46,14 @@ impl<T> RequestParts<'_, T> {
             | flag(self.session.is_some(), SESSION)
             | flag(self.class.is_some(), CLASS)
             | flag(!request.shared_cache.ranges().is_empty(), SHARED_CACHE)
-            | flag(self.parent.is_some(), PARENT)
+            | flag(parent.is_some(), PARENT)
             | flag(request.target != Target::Any, EXACTLY)
             | flag(self.begins, BEGINS)
             | flag(!self.full.is_empty(), FULL)
             | purpose << PURPOSE_SHIFT;
         put_number(to, flags);
         last.put_number(to, self.number);
-        put_text(to, self.id);
+        put_text(to, id);
         put_number(to, request.prompt_tokens.into());
         put_number(to, request.prompt.block_count().into());
         let bits = self.fingerprint.bits();
@@ -83,7 +66,7 @@ impl<T> RequestParts<'_, T> {
             put_number(to, self.full.len() as u64);
             self.full.iter().for_each(|slot| put_number(to, slot.0.into()));
         }
-        put_present(to, self.parent.as_ref());
+        put_present(to, parent.as_ref());
         if !request.shared_cache.ranges().is_empty() {
             let ranges = request.shared_cache.ranges();
             put_number(to, ranges.len() as u64);
@@ -99,9 +82,10 @@ impl<T> RequestParts<'_, T> {
     }
 }
 
-impl RecordedRequest {
-    /// Reads a request. `prompt_at` returns the prompt at a distance in its batch, `generation_in` the generation of the
-    /// present rank in a slot, and `blocks_left` counts down from [`BLOCKS_MAX`].
+impl PendingRequest<Box<str>> {
+    /// Reads a request, whose contents are replaced: prompts of one batch share prefixes of the recorded lengths.
+    /// `prompt_at` returns the prompt at a distance in its batch, `generation_in` the generation of the present rank in a
+    /// slot, and `blocks_left` counts down from [`BLOCKS_MAX`].
     pub(super) fn read<'p>(
         from: &mut Reader<'_>,
         last: &mut Last,
@@ -153,7 +137,8 @@ impl RecordedRequest {
             options,
             ..Request::new(id.into(), prompt, prompt_tokens)
         };
-        Some(Self { number, fingerprint, request, session, begins: flags & BEGINS != 0, class, full })
+        let begins = flags & BEGINS != 0;
+        Some(Self { begins, class, full, ..Self::new(number, fingerprint, request, session) })
     }
 }
 
