@@ -9,10 +9,11 @@ use std::time::Duration;
 
 use pointsman::internals::index::{BlockDigest, Index};
 use pointsman::internals::ingest::{
-    AppliedBatch, Audit, AuditCause, AuditResult, AuditStep, BlockName, Difference, Heal, IngestEffect, IngestInput,
-    NAMES_REQUEST, Source, SourceConfig,
+    Audit, AuditCause, AuditResult, AuditStep, BlockName, Difference, Heal, IngestEffect, IngestInput, NAMES_REQUEST,
+    Source, SourceConfig,
 };
 use pointsman::internals::protocol::{Generation, Slot};
+use pointsman::internals::wire::Report;
 use pointsman::protocol::{KvEvent, RouterEvent, Timestamp, WorkerRank};
 use pointsman::test_support::{mix, rank};
 use pointsman::{EngineContents, StreamState};
@@ -271,11 +272,11 @@ impl Simulation {
         self.index.apply(&event(self.rank, KvEvent::Cleared));
     }
 
-    fn apply(&mut self, sequence: u64, payload: &[u8]) -> AppliedBatch {
+    fn apply(&mut self, sequence: u64, payload: &[u8]) -> Report {
         let (life, number) = payload.split_at(8);
         let of = |bytes: &[u8]| u64::from_be_bytes(bytes.try_into().expect("eight bytes"));
         let events = self.archive[&(of(life), of(number))].clone();
-        let mut applied = AppliedBatch { events: 1, usable: 1, ..AppliedBatch::default() };
+        let mut applied = Report { events: 1, usable: 1, ..Report::default() };
         for event in &events {
             applied.cleared |= matches!(event.data, KvEvent::Cleared);
             if let KvEvent::Stored { blocks, .. } = &event.data {

@@ -7,8 +7,8 @@ use std::time::Duration;
 use pointsman::protocol::Timestamp;
 use pointsman::{
     StreamState,
-    internals::ingest::{AppliedBatch, DegradationReason, IngestEffect, IngestInput, Note, Source, SourceConfig},
-    internals::wire::Finding,
+    internals::ingest::{DegradationReason, IngestEffect, IngestInput, Note, Source, SourceConfig},
+    internals::wire::{Finding, Report},
 };
 
 type Payload = Vec<u8>;
@@ -58,7 +58,7 @@ impl Bench {
         self.step(IngestInput::Replayed { sequence, payload: payload(life, sequence) })
     }
 
-    fn applied(&mut self, applied: AppliedBatch) -> Vec<IngestEffect<Payload>> {
+    fn applied(&mut self, applied: Report) -> Vec<IngestEffect<Payload>> {
         self.step(IngestInput::Applied(applied))
     }
 
@@ -239,16 +239,16 @@ fn clears_turnover_and_time_heal_a_cold_rank() {
     let cold = || {
         let mut bench = Bench::live(config, 5);
         for _ in 0..5 {
-            bench.applied(AppliedBatch { events: 1, usable: 1, stored_blocks: 1, ..AppliedBatch::default() });
+            bench.applied(Report { events: 1, usable: 1, stored_blocks: 1, ..Report::default() });
         }
         bench.live_from(1, 9);
         assert_eq!(bench.source.state(), StreamState::Cold);
         bench
     };
-    let stored = |stored_blocks| AppliedBatch { events: 1, usable: 1, stored_blocks, ..AppliedBatch::default() };
+    let stored = |stored_blocks| Report { events: 1, usable: 1, stored_blocks, ..Report::default() };
 
     let mut bench = cold();
-    let effects = bench.applied(AppliedBatch { cleared: true, ..stored(0) });
+    let effects = bench.applied(Report { cleared: true, ..stored(0) });
     assert_eq!((short(&effects), notes(&effects)), (vec!["live".to_owned()], vec![("healed", 1)]));
 
     let mut bench = cold();
@@ -265,7 +265,7 @@ fn clears_turnover_and_time_heal_a_cold_rank() {
 fn a_clear_from_before_the_loss_does_not_heal() {
     let mut bench = Bench::live(no_replay(), 1);
     bench.live_from(1, 5);
-    let cleared = AppliedBatch { events: 1, usable: 1, cleared: true, ..AppliedBatch::default() };
+    let cleared = Report { events: 1, usable: 1, cleared: true, ..Report::default() };
     assert_eq!(short(&bench.applied(cleared)), [""; 0], "the replay starts at message 0");
     assert_eq!(short(&bench.applied(cleared)), ["live"]);
 }

@@ -5,7 +5,8 @@ use std::time::Duration;
 use pointsman::protocol::Timestamp;
 use pointsman::{
     StreamState,
-    internals::ingest::{AppliedBatch, IngestEffect, IngestInput, Source, SourceConfig},
+    internals::ingest::{IngestEffect, IngestInput, Source, SourceConfig},
+    internals::wire::Report,
 };
 use stats_alloc::Region;
 
@@ -17,7 +18,7 @@ const MESSAGES: u64 = 4_096;
 #[test]
 fn an_in_order_message_allocates_nothing() {
     alone!();
-    let batch = AppliedBatch { events: 1, usable: 1, stored_blocks: 4, ..AppliedBatch::default() };
+    let batch = Report { events: 1, usable: 1, stored_blocks: 4, ..Report::default() };
     let mut now = Timestamp::default();
     let mut source = Source::new(SourceConfig::default(), now);
     let mut effects = Vec::with_capacity(8);

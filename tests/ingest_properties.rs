@@ -10,7 +10,8 @@ use pointsman::protocol::Timestamp;
 use pointsman::test_support::mix;
 use pointsman::{
     StreamState,
-    internals::ingest::{AppliedBatch, IngestEffect, IngestInput, Note, Source, SourceConfig},
+    internals::ingest::{IngestEffect, IngestInput, Note, Source, SourceConfig},
+    internals::wire::Report,
 };
 use proptest::prelude::*;
 
@@ -49,8 +50,8 @@ impl Batch {
         }
     }
 
-    fn apply(payload: &[u8], cache: &mut Cache) -> AppliedBatch {
-        let mut applied = AppliedBatch { events: 1, usable: 1, ..AppliedBatch::default() };
+    fn apply(payload: &[u8], cache: &mut Cache) -> Report {
+        let mut applied = Report { events: 1, usable: 1, ..Report::default() };
         match payload {
             [0, a, b, _] => {
                 cache.extend([*a, *b]);
@@ -140,7 +141,7 @@ struct World {
     config: SourceConfig,
     now: Timestamp,
     epoch: Epoch,
-    reports: VecDeque<AppliedBatch>,
+    reports: VecDeque<Report>,
     messages_in: u64,
     messages_out: u64,
 }
@@ -550,7 +551,7 @@ proptest! {
                 2 | 3 => IngestInput::Live { sequence, payload },
                 4 | 5 => IngestInput::Replayed { sequence, payload },
                 6 => if content == 0 { IngestInput::ReplayFailed } else { IngestInput::ReplayEnded },
-                7 => if content == 0 { IngestInput::Resync } else { IngestInput::Applied(AppliedBatch::default()) },
+                7 => if content == 0 { IngestInput::Resync } else { IngestInput::Applied(Report::default()) },
                 _ => IngestInput::Tick,
             };
             effects.clear();

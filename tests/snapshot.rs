@@ -436,8 +436,7 @@ fn a_resumed_source_stays_cold() {
         source.step(input, Timestamp::default(), &mut effects);
     }
     assert_eq!((source.state(), source.degradation()), (StreamState::Cold, Some(cause)));
-    let batch =
-        pointsman::internals::ingest::AppliedBatch { events: 1, usable: 1, stored_blocks: 2, ..Default::default() };
+    let batch = pointsman::internals::wire::Report { events: 1, usable: 1, stored_blocks: 2, ..Default::default() };
     source.step(IngestInput::Applied(batch), Timestamp::default(), &mut effects);
     assert_eq!(source.state(), StreamState::Live, "its cache has turned over");
 }

@@ -6,41 +6,10 @@
 //! a usable store ends the mismatch. The wire decoder determines usability.
 
 use super::DegradationReason;
-use crate::wire::{Finding, StoreMismatch};
+use crate::wire::{Finding, Report, StoreMismatch};
 
 /// Number of consecutive batches without a usable event that count as a mismatch.
 const MISMATCHES_MAX: u32 = 3;
-
-/// Result of decoding and applying one batch.
-///
-/// ```
-/// use pointsman::internals::ingest::AppliedBatch;
-///
-/// let batch = AppliedBatch { events: 2, usable: 2, stored_blocks: 9, ..AppliedBatch::default() };
-/// assert!(!batch.cleared);
-/// ```
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct AppliedBatch {
-    /// Number of decoded events, without those that prove nothing about the blocks in device memory; 1 for a batch that
-    /// is undecodable as a whole.
-    pub events: u32,
-    /// Number of events that the index could use.
-    pub usable: u32,
-    /// Number of blocks stored by them in device memory.
-    pub stored_blocks: u32,
-    /// Block size of the engine, if its blocks are parts of the pool's.
-    pub page_size: Option<u32>,
-    /// Whether an event cleared the rank's whole cache.
-    pub cleared: bool,
-    /// Why a removal was lost. The index has dropped the blocks that it may have named.
-    pub lost_removals: Option<Finding>,
-    /// Why a store of tokens in device memory was unusable.
-    pub mismatch: Option<StoreMismatch>,
-    /// The data-parallel rank of the batch, if it differs from the stream's.
-    pub foreign_rank: Option<u32>,
-    /// The most frequent finding.
-    pub finding: Option<Finding>,
-}
 
 /// Mismatches since the last usable store.
 #[derive(Clone, Copy, Debug, Default)]
@@ -57,7 +26,7 @@ pub(super) struct Fit {
 }
 
 impl Fit {
-    pub(super) fn observe(&mut self, applied: &AppliedBatch, pool_block_size: Option<u32>) {
+    pub(super) fn observe(&mut self, applied: &Report, pool_block_size: Option<u32>) {
         let is_form_known = self.form_mismatch(pool_block_size).is_some();
         self.page_size = applied.page_size.or(self.page_size.filter(|_| applied.stored_blocks == 0));
         if applied.stored_blocks > 0 || applied.cleared {
@@ -69,14 +38,14 @@ impl Fit {
             self.mismatches = self.mismatches.saturating_add(1);
             self.mismatch = applied.mismatch.or(self.mismatch);
             self.foreign_rank = applied.foreign_rank.or(self.foreign_rank);
-            self.finding = applied.finding;
+            self.finding = applied.findings.main();
         } else if self.has_fitted || applied.usable > 0 {
             // Removals match any block size, so they do not show that stores do.
             let is_kept = self.has_fitted || is_form_known;
             self.mismatches = if is_kept { self.mismatches } else { 0 };
-        } else if applied.events > 0 {
+        } else if events_of_note(applied) > 0 {
             self.mismatches = self.mismatches.saturating_add(1);
-            self.finding = applied.finding;
+            self.finding = applied.findings.main();
         }
     }
 
@@ -127,4 +96,11 @@ impl Fit {
             }
         }
     }
+}
+
+/// Number of events in a batch that show whether the format is understood. An undecodable batch counts as one
+/// undecodable event.
+fn events_of_note(report: &Report) -> u32 {
+    let others = report.events.saturating_sub(report.side_events);
+    if report.findings.is_empty() || report.side_events > 0 { others } else { others.max(1) }
 }

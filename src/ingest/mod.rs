@@ -32,13 +32,14 @@ pub use audit::{
     NAMES_REQUEST,
 };
 pub use backoff::Backoff;
-pub use fit::AppliedBatch;
 pub use pieces::pieces;
 pub use position::{ColdPosition, RestoreState, SourcePosition};
 pub use source::Source;
 pub use state::{DegradationReason, StreamState};
 
 use std::time::Duration;
+
+use crate::wire::Report;
 
 /// Buffer limits, timeouts and known facts of one source.
 ///
@@ -102,6 +103,7 @@ impl Default for SourceConfig {
 
 /// IngestInput of a source.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[expect(clippy::large_enum_variant, reason = "a report is as frequent as a message, and a box costs more")]
 pub enum IngestInput<P> {
     /// The subscription to live messages is established.
     Connected,
@@ -126,7 +128,7 @@ pub enum IngestInput<P> {
     /// The most recently requested replay failed.
     ReplayFailed,
     /// Result of decoding an [`IngestEffect::Apply`]: one input per effect, in the same order.
-    Applied(AppliedBatch),
+    Applied(Report),
     /// The rank's engine has computed a prompt of at least one block, so missing messages now indicate a fault.
     Served,
     /// The index lost its content for this rank.

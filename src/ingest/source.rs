@@ -8,10 +8,9 @@ use super::hashes::{PayloadHashes, PayloadMatch};
 use super::held::{Held, Offered};
 use super::replay::{Cold, ReplayPurpose, ReplayState, RunningReplay};
 use super::subscription::SubscriptionState;
-use super::{
-    AppliedBatch, Backoff, DegradationReason, IngestEffect, IngestInput, Note, RestoreState, SourceConfig, StreamState,
-};
+use super::{Backoff, DegradationReason, IngestEffect, IngestInput, Note, RestoreState, SourceConfig, StreamState};
 use crate::protocol::Timestamp;
+use crate::wire::Report;
 
 /// Sequence number that marks the end of a replay and that no message has.
 const END_MARK: u64 = u64::MAX;
@@ -21,7 +20,8 @@ const END_MARK: u64 = u64::MAX;
 /// `P` is the type of a message's undecoded bytes. A new source assumes that the index holds no blocks of the rank.
 ///
 /// ```
-/// use pointsman::{internals::ingest::{AppliedBatch, IngestEffect, IngestInput, Source, SourceConfig}, StreamState};
+/// use pointsman::internals::{ingest::{IngestEffect, IngestInput, Source, SourceConfig}, wire::Report};
+/// use pointsman::StreamState;
 /// use pointsman::protocol::Timestamp;
 ///
 /// let now = Timestamp::default();
@@ -33,7 +33,7 @@ const END_MARK: u64 = u64::MAX;
 /// source.step(IngestInput::Live { sequence: 0, payload: b"batch" }, now, &mut effects);
 /// source.step(IngestInput::ReplayEnded, now, &mut effects);
 /// assert_eq!(effects[0], IngestEffect::Apply { sequence: 0, payload: b"batch" });
-/// source.step(IngestInput::Applied(AppliedBatch { events: 1, usable: 1, ..AppliedBatch::default() }), now, &mut effects);
+/// source.step(IngestInput::Applied(Report { events: 1, usable: 1, ..Report::default() }), now, &mut effects);
 /// assert_eq!(source.state(), StreamState::Live);
 /// ```
 #[derive(Clone, Debug)]
@@ -339,7 +339,7 @@ impl<P: AsRef<[u8]>> Source<P> {
         }
     }
 
-    fn on_applied(&mut self, applied: AppliedBatch, effects: &mut Vec<IngestEffect<P>>) {
+    fn on_applied(&mut self, applied: Report, effects: &mut Vec<IngestEffect<P>>) {
         self.fit.observe(&applied, self.config.block_size);
         self.unreported = self.unreported.saturating_sub(1);
         if self.unreported_stale > 0 {

@@ -6,7 +6,7 @@
 use std::collections::VecDeque;
 
 use super::Defect;
-use crate::ingest::{AppliedBatch, IngestEffect, IngestInput, Note, Source, SourceConfig, StreamState};
+use crate::ingest::{IngestEffect, IngestInput, Note, Source, SourceConfig, StreamState};
 use crate::protocol::{RouterEvent, Timestamp, WorkerRank};
 use crate::snapshot::RankSnapshot;
 use crate::wire::{Decoder, Finding, Findings, Report, WireConfig};
@@ -77,7 +77,7 @@ impl<P: AsRef<[u8]>> ReaderShell<P> {
                 let report = self.decoder.decode(payload.as_ref(), &mut events);
                 self.events += u64::from(report.events);
                 self.findings += report.findings;
-                self.step(IngestInput::Applied(applied(&report)), now);
+                self.step(IngestInput::Applied(report), now);
                 if sequence % 7 == 3 && Defect::MessageSkipped.is_planted() {
                     events.clear();
                 }
@@ -150,25 +150,4 @@ impl<P: AsRef<[u8]>> ReaderShell<P> {
     pub fn source(&self) -> &Source<P> {
         &self.source
     }
-}
-
-fn applied(report: &Report) -> AppliedBatch {
-    AppliedBatch {
-        events: events_of_note(report),
-        usable: report.usable,
-        stored_blocks: report.stored_blocks,
-        page_size: report.page_size,
-        cleared: report.cleared,
-        mismatch: report.mismatch,
-        lost_removals: report.lost_removals,
-        foreign_rank: report.foreign_rank,
-        finding: report.findings.main(),
-    }
-}
-
-/// Number of events in a batch that show whether the format is understood. An undecodable batch counts as one
-/// undecodable event.
-fn events_of_note(report: &Report) -> u32 {
-    let others = report.events.saturating_sub(report.side_events);
-    if report.findings.is_empty() || report.side_events > 0 { others } else { others.max(1) }
 }

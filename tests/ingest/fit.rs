@@ -1,18 +1,24 @@
 //! Batches that do not match the pool, and batches with lost removals.
 
-use pointsman::internals::wire::StoreMismatch;
+use pointsman::internals::wire::{Findings, StoreMismatch};
 
 use super::*;
 
+fn only(finding: Finding) -> Findings {
+    let mut findings = Findings::default();
+    findings.add(finding);
+    findings
+}
+
 #[test]
 fn incompatible_batches_are_a_mismatch_until_a_valid_one() {
-    let none = AppliedBatch { events: 2, finding: Some(Finding::UnknownEvent), ..AppliedBatch::default() };
-    let some = AppliedBatch { usable: 1, stored_blocks: 3, ..none };
+    let none = Report { events: 2, findings: only(Finding::UnknownEvent), ..Report::default() };
+    let some = Report { usable: 1, stored_blocks: 3, ..none };
     let other_size = Some(StoreMismatch::BlockSize(16));
     let mut bench = Bench::live(SourceConfig::default(), 5);
     bench.applied(none);
     bench.applied(none);
-    bench.applied(AppliedBatch::default());
+    bench.applied(Report::default());
     assert_eq!(bench.source.state(), StreamState::Live, "a batch without events changes no state");
     assert_eq!(short(&bench.applied(none)), ["mismatched"]);
     let undecodable = DegradationReason::Undecodable { batches: 3, finding: Some(Finding::UnknownEvent) };
@@ -21,20 +27,20 @@ fn incompatible_batches_are_a_mismatch_until_a_valid_one() {
 
     let config = SourceConfig { block_size: Some(64), ..SourceConfig::default() };
     let mut bench = Bench::live(config, 5);
-    assert_eq!(short(&bench.applied(AppliedBatch { mismatch: other_size, ..none })), ["mismatched"]);
+    assert_eq!(short(&bench.applied(Report { mismatch: other_size, ..none })), ["mismatched"]);
     assert_eq!(bench.source.degradation(), Some(DegradationReason::BlockSize { engine: 16, pool: Some(64) }));
-    let removals = AppliedBatch { events: 2, usable: 2, ..AppliedBatch::default() };
+    let removals = Report { events: 2, usable: 2, ..Report::default() };
     assert_eq!(short(&bench.applied(removals)), [""; 0], "removals fit any block size");
-    assert_eq!(short(&bench.applied(AppliedBatch { mismatch: other_size, ..removals })), [""; 0]);
+    assert_eq!(short(&bench.applied(Report { mismatch: other_size, ..removals })), [""; 0]);
     assert_eq!(short(&bench.applied(some)), ["live"]);
-    let foreign = AppliedBatch { foreign_rank: Some(3), ..none };
-    let used = AppliedBatch { stored_blocks: 3, usable: 1, ..foreign };
+    let foreign = Report { foreign_rank: Some(3), ..none };
+    let used = Report { stored_blocks: 3, usable: 1, ..foreign };
     assert_eq!(short(&bench.applied(used)), [""; 0], "part of the batch was usable");
     let mut bench = Bench::live(config, 5);
     assert_eq!(short(&bench.applied(foreign)), ["mismatched"]);
     assert_eq!(bench.source.degradation(), Some(DegradationReason::ForeignRank { found: 3 }));
     let mut bench = Bench::live(config, 5);
-    let pairs = AppliedBatch { mismatch: Some(StoreMismatch::Eagle), ..none };
+    let pairs = Report { mismatch: Some(StoreMismatch::Eagle), ..none };
     assert_eq!(short(&bench.applied(pairs)), ["mismatched"]);
     assert_eq!(bench.source.degradation(), Some(DegradationReason::Eagle));
 }
@@ -42,31 +48,31 @@ fn incompatible_batches_are_a_mismatch_until_a_valid_one() {
 #[test]
 fn a_lost_removal_makes_a_rank_cold() {
     let mut bench = Bench::live(SourceConfig::default(), 5);
-    let lost = AppliedBatch { events: 1, lost_removals: Some(Finding::TooLarge), ..AppliedBatch::default() };
+    let lost = Report { events: 1, lost_removals: Some(Finding::TooLarge), ..Report::default() };
     bench.applied(lost);
     assert_eq!(bench.source.state(), StreamState::Live, "the rank has no blocks");
-    bench.applied(AppliedBatch { events: 1, usable: 1, stored_blocks: 3, ..AppliedBatch::default() });
+    bench.applied(Report { events: 1, usable: 1, stored_blocks: 3, ..Report::default() });
     assert_eq!(short(&bench.applied(lost)), ["cold"]);
     assert_eq!(bench.source.degradation(), Some(DegradationReason::LostRemoval { finding: Finding::TooLarge }));
-    let cleared = AppliedBatch { events: 1, usable: 1, cleared: true, ..AppliedBatch::default() };
+    let cleared = Report { events: 1, usable: 1, cleared: true, ..Report::default() };
     assert_eq!(short(&bench.applied(cleared)), ["live"]);
 }
 
 #[test]
 fn a_stream_that_fits_is_mismatched_after_several_batches_of_unusable_stores_only() {
     let config = SourceConfig { block_size: Some(64), ..SourceConfig::default() };
-    let none = AppliedBatch { events: 2, finding: Some(Finding::UnknownEvent), ..AppliedBatch::default() };
-    let some = AppliedBatch { usable: 1, stored_blocks: 3, ..none };
-    let with = |mismatch| AppliedBatch { mismatch: Some(mismatch), finding: Some(Finding::BadToken), ..none };
+    let none = Report { events: 2, findings: only(Finding::UnknownEvent), ..Report::default() };
+    let some = Report { usable: 1, stored_blocks: 3, ..none };
+    let with = |mismatch| Report { mismatch: Some(mismatch), findings: only(Finding::BadToken), ..none };
     let partial = with(StoreMismatch::BlockSize(16));
     let mut bench = Bench::live(config, 5);
     bench.applied(some);
     for _ in 0..10 {
-        for harmless in [none, partial, AppliedBatch { usable: 1, ..none }] {
+        for harmless in [none, partial, Report { usable: 1, ..none }] {
             assert_eq!(short(&bench.applied(harmless)), [""; 0], "{harmless:?}");
         }
     }
-    let foreign = AppliedBatch { foreign_rank: Some(3), ..none };
+    let foreign = Report { foreign_rank: Some(3), ..none };
     let invalid = StoreMismatch::Invalid(Finding::BadToken);
     let undecodable = DegradationReason::Undecodable { batches: 3, finding: Some(Finding::BadToken) };
     for (unusable, reason) in [
