@@ -74,7 +74,7 @@ impl RecordSegment {
 /// ring.push(b"batch", None, Timestamp(2));
 /// assert_eq!(ring.segments()[0].bytes, b"keyframebatch");
 /// ```
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct DecisionRing {
     bytes_max: usize,
     age_max: Duration,
@@ -93,11 +93,7 @@ impl DecisionRing {
         Self {
             bytes_max: usize::try_from(config.bytes_max).unwrap_or(usize::MAX),
             age_max: Duration::from_millis(config.age_max_ms),
-            sealed: VecDeque::new(),
-            open: None,
-            open_bytes_max: 0,
-            sealed_bytes: 0,
-            next_sequence: 0,
+            ..Self::default()
         }
     }
 
