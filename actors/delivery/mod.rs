@@ -9,3 +9,6 @@ pub(crate) mod reply;
 pub(crate) mod strand;
 pub(crate) mod strand_actor;
 pub(crate) mod sync;
+
+/// Result of a step of an actor: an error ends it.
+pub(crate) type ActorResult<T = ()> = Result<T, ractor::ActorProcessingErr>;

@@ -3,8 +3,9 @@
 use std::marker::PhantomData;
 use std::sync::Arc;
 
-use ractor::{Actor, ActorProcessingErr, ActorRef};
+use ractor::{Actor, ActorRef};
 
+use super::ActorResult;
 use super::strand::{ActorState, Strand, StrandTask};
 
 /// Wakes an actor's task to drain its inbox.
@@ -34,20 +35,11 @@ impl<S: ActorState> Actor for StrandActor<S> {
     type State = Arc<Strand<S>>;
     type Arguments = Arc<Strand<S>>;
 
-    async fn pre_start(
-        &self,
-        _: ActorRef<Wake<S>>,
-        strand: Arc<Strand<S>>,
-    ) -> Result<Arc<Strand<S>>, ActorProcessingErr> {
+    async fn pre_start(&self, _: ActorRef<Wake<S>>, strand: Arc<Strand<S>>) -> ActorResult<Arc<Strand<S>>> {
         Ok(strand)
     }
 
-    async fn handle(
-        &self,
-        _: ActorRef<Wake<S>>,
-        _: Wake<S>,
-        strand: &mut Arc<Strand<S>>,
-    ) -> Result<(), ActorProcessingErr> {
+    async fn handle(&self, _: ActorRef<Wake<S>>, _: Wake<S>, strand: &mut Arc<Strand<S>>) -> ActorResult {
         strand.drain();
         Ok(())
     }

@@ -7,11 +7,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use ractor::{Actor, ActorProcessingErr, ActorRef};
+use ractor::{Actor, ActorRef};
 use tokio::sync::{Mutex, oneshot};
 use tokio::task::JoinHandle;
 
 use super::AnySource;
+use crate::actors::delivery::ActorResult;
 use crate::actors::views::status::RouterStatus;
 use crate::discovery::DiscoveryError;
 use crate::membership::SourceUpdate;
@@ -54,21 +55,12 @@ impl Actor for Follower {
     type State = FollowerState;
     type Arguments = Assignment;
 
-    async fn pre_start(
-        &self,
-        myself: ActorRef<FollowerMsg>,
-        assignment: Assignment,
-    ) -> Result<FollowerState, ActorProcessingErr> {
+    async fn pre_start(&self, myself: ActorRef<FollowerMsg>, assignment: Assignment) -> ActorResult<FollowerState> {
         let following = AbortOnDrop(tokio::spawn(follow(assignment.clone(), Duration::ZERO, PanicReport(myself))));
         Ok(FollowerState { assignment, following })
     }
 
-    async fn handle(
-        &self,
-        myself: ActorRef<FollowerMsg>,
-        msg: FollowerMsg,
-        state: &mut FollowerState,
-    ) -> Result<(), ActorProcessingErr> {
+    async fn handle(&self, myself: ActorRef<FollowerMsg>, msg: FollowerMsg, state: &mut FollowerState) -> ActorResult {
         match msg {
             FollowerMsg::Panicked => {
                 (state.assignment.report)(SourceUpdate::Failed(DiscoveryError::Panicked), None);

@@ -13,10 +13,11 @@ mod snapshot_reply;
 
 use std::sync::Arc;
 
-use ractor::{Actor, ActorProcessingErr, ActorRef};
+use ractor::{Actor, ActorRef};
 use tokio::sync::mpsc;
 use tokio::task::AbortHandle;
 
+use crate::actors::delivery::ActorResult;
 use crate::actors::views::rank::RankEntry;
 use crate::config::RouterConfig;
 use crate::ingest::SourceConfig;
@@ -109,11 +110,7 @@ impl Actor for Ingest {
     type State = IngestState;
     type Arguments = Arguments;
 
-    async fn pre_start(
-        &self,
-        myself: ActorRef<IngestMsg>,
-        arguments: Arguments,
-    ) -> Result<IngestState, ActorProcessingErr> {
+    async fn pre_start(&self, myself: ActorRef<IngestMsg>, arguments: Arguments) -> ActorResult<IngestState> {
         let Arguments { dependencies, entry, endpoints, source, wire, audit_interval_ms } = arguments;
         entry.source.begin(&endpoints.endpoint);
         let (commands, heard) = mpsc::channel(COMMANDS_MAX);
@@ -131,12 +128,7 @@ impl Actor for Ingest {
         Ok(IngestState { reader: watched, commands })
     }
 
-    async fn handle(
-        &self,
-        _: ActorRef<IngestMsg>,
-        msg: IngestMsg,
-        state: &mut IngestState,
-    ) -> Result<(), ActorProcessingErr> {
+    async fn handle(&self, _: ActorRef<IngestMsg>, msg: IngestMsg, state: &mut IngestState) -> ActorResult {
         match msg {
             // Full: a replay request is queued.
             IngestMsg::Resync => drop(state.commands.try_send(Command::Resync)),

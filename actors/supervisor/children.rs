@@ -3,13 +3,14 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use ractor::{Actor, ActorId, ActorProcessingErr, ActorRef};
+use ractor::{Actor, ActorId, ActorRef};
 use tokio::runtime::Handle;
 
 use super::dependencies::SupervisorDependencies;
 use super::messages::SupervisorMsg;
 use super::state::SupervisorState;
 use super::watchdog::Watchdog;
+use crate::actors::delivery::ActorResult;
 use crate::actors::delivery::strand::{ActorState, Strand};
 use crate::actors::delivery::strand_actor::{StrandActor, Wake};
 use crate::actors::engine_load::EngineLoads;
@@ -34,7 +35,7 @@ impl SupervisorState {
         &mut self,
         entry: &RankEntry,
         strand: &Arc<Strand<Sequence>>,
-    ) -> Result<ActorId, ActorProcessingErr> {
+    ) -> ActorResult<ActorId> {
         let child = Child::Sequence(entry.slot);
         let actor = self.spawn(strand, child).await?;
         let (id, place) = (actor.get_id(), (entry.slot, entry.generation));
@@ -60,7 +61,7 @@ impl SupervisorState {
     }
 
     /// Starts an index shard with its ranks and no blocks. `cold`: ranks whose blocks must be sent again.
-    pub(super) async fn start_radix(&mut self, shard: usize, cold: &[WorkerRank]) -> Result<(), ActorProcessingErr> {
+    pub(super) async fn start_radix(&mut self, shard: usize, cold: &[WorkerRank]) -> ActorResult {
         let strand = Arc::clone(self.dependencies.strands.shards.strand(shard));
         let actor = self.spawn(&strand, Child::IndexShard(shard)).await?;
         let ranks = self.shell.of_shard(shard).map(|(rank, worker)| registered(&rank.entry, &worker.traits));
@@ -82,7 +83,7 @@ impl SupervisorState {
         Ok(())
     }
 
-    pub(super) async fn start_scheduler(&mut self) -> Result<(), ActorProcessingErr> {
+    pub(super) async fn start_scheduler(&mut self) -> ActorResult {
         let strand = Arc::clone(&self.dependencies.strands.scheduler);
         let actor = self.spawn(&strand, Child::Scheduler).await?;
         let SupervisorDependencies { config, clock, views, strands, extensions, .. } = &self.dependencies;
@@ -113,7 +114,7 @@ impl SupervisorState {
     }
 
     /// Starts the health actor without records: all ranks return to service with a slow start.
-    pub(super) async fn start_health(&mut self) -> Result<(), ActorProcessingErr> {
+    pub(super) async fn start_health(&mut self) -> ActorResult {
         let strand = Arc::clone(&self.dependencies.strands.health);
         let actor = self.spawn(&strand, Child::Health).await?;
         let SupervisorDependencies { config, clock, views, strands, meters, .. } = &self.dependencies;
@@ -131,7 +132,7 @@ impl SupervisorState {
         Ok(())
     }
 
-    pub(super) async fn start_engine_loads(&mut self) -> Result<(), ActorProcessingErr> {
+    pub(super) async fn start_engine_loads(&mut self) -> ActorResult {
         let strand = Arc::clone(&self.dependencies.strands.engine_loads);
         let actor = self.spawn(&strand, Child::EngineLoads).await?;
         let SupervisorDependencies { clock, views, strands, .. } = &self.dependencies;
@@ -160,11 +161,7 @@ impl SupervisorState {
         self.watchdog = watchdog.start();
     }
 
-    async fn spawn<S: ActorState>(
-        &mut self,
-        strand: &Arc<Strand<S>>,
-        child: Child,
-    ) -> Result<ActorRef<Wake<S>>, ActorProcessingErr> {
+    async fn spawn<S: ActorState>(&mut self, strand: &Arc<Strand<S>>, child: Child) -> ActorResult<ActorRef<Wake<S>>> {
         let (actor, _) =
             Actor::spawn_linked(None, StrandActor::new(), Arc::clone(strand), self.myself.get_cell()).await?;
         self.children.insert(actor.get_id(), child);
@@ -172,18 +169,13 @@ impl SupervisorState {
     }
 
     /// Reports a death to the machine, unless the actor was stopped on purpose.
-    pub(super) async fn on_death(&mut self, actor: ActorId, reason: String) -> Result<(), ActorProcessingErr> {
+    pub(super) async fn on_death(&mut self, actor: ActorId, reason: String) -> ActorResult {
         let Some(child) = self.children.remove(&actor) else { return Ok(()) };
         self.dependencies.meters.restarts.add(child.name(), 1);
         self.apply(SupervisorInput::Died { child, reason }).await
     }
 
-    pub(super) async fn restart(
-        &mut self,
-        child: Child,
-        reason: &str,
-        lost: &[WorkerRank],
-    ) -> Result<(), ActorProcessingErr> {
+    pub(super) async fn restart(&mut self, child: Child, reason: &str, lost: &[WorkerRank]) -> ActorResult {
         tracing::warn!(role = child.name(), reason, "actor died, restarting");
         self.start_again(child, lost).await?;
         self.dependencies.views.status.count(|state| &mut state.restarts);
@@ -191,7 +183,7 @@ impl SupervisorState {
     }
 
     /// Replaces a running actor. Its requests are lost, and sent again, as after its death.
-    pub(super) async fn replace(&mut self, child: Child) -> Result<(), ActorProcessingErr> {
+    pub(super) async fn replace(&mut self, child: Child) -> ActorResult {
         self.children.retain(|_, known| *known != child); // its end is no death
         let cold: Vec<WorkerRank> = match child {
             Child::IndexShard(shard) => self.shell.cold_of(shard).into_iter().collect(),
@@ -208,7 +200,7 @@ impl SupervisorState {
         Ok(())
     }
 
-    async fn start_again(&mut self, child: Child, lost: &[WorkerRank]) -> Result<(), ActorProcessingErr> {
+    async fn start_again(&mut self, child: Child, lost: &[WorkerRank]) -> ActorResult {
         match child {
             Child::Scheduler => self.start_scheduler().await?,
             Child::IndexShard(shard) => {

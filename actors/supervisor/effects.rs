@@ -4,11 +4,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
-use ractor::ActorProcessingErr;
-
 use super::children::sequence_handle;
 use super::messages::{DrainAck, MembershipReply, RetireAck, SupervisorMsg};
 use super::state::{RankActor, SupervisorState};
+use crate::actors::delivery::ActorResult;
 use crate::actors::delivery::ack::Acknowledgement;
 use crate::actors::delivery::strand::Strand;
 use crate::actors::health::HealthMsg;
@@ -28,10 +27,7 @@ use crate::schedule::Input;
 use crate::select::RankTraits;
 
 impl SupervisorState {
-    pub(super) async fn perform(
-        &mut self,
-        effect: MembershipEffect<MembershipReply>,
-    ) -> Result<(), ActorProcessingErr> {
+    pub(super) async fn perform(&mut self, effect: MembershipEffect<MembershipReply>) -> ActorResult {
         match effect {
             MembershipEffect::UseBlockSize(size) => self.use_block_size(size),
             MembershipEffect::Replace { child } => self.replace(child).await?,
@@ -126,12 +122,7 @@ impl SupervisorState {
         })
     }
 
-    async fn start_rank(
-        &mut self,
-        entry: Arc<RankEntry>,
-        traits: &Arc<RankTraits>,
-        restricted: bool,
-    ) -> Result<(), ActorProcessingErr> {
+    async fn start_rank(&mut self, entry: Arc<RankEntry>, traits: &Arc<RankTraits>, restricted: bool) -> ActorResult {
         let strand = Strand::closed();
         let actor = self.start_sequence(&entry, &strand).await?;
         let address = SequenceAddress { entry: Arc::clone(&entry), strand: Arc::clone(&strand) };

@@ -5,9 +5,8 @@
 //! publishes only as the present incarnation, and replies reach callers that have retried. Not replaced are sequence
 //! actors, because the load board has one writer per rank, and the supervisor, because the membership exists only there.
 
-use ractor::ActorProcessingErr;
-
 use super::state::SupervisorState;
+use crate::actors::delivery::ActorResult;
 use crate::actors::delivery::strand::{ActorState, Strand};
 use crate::membership::Child;
 
@@ -22,7 +21,7 @@ enum Abandonment {
 
 impl SupervisorState {
     /// Replaces an actor that made no progress since `progress`.
-    pub(super) async fn on_hung(&mut self, child: Child, progress: u64) -> Result<(), ActorProcessingErr> {
+    pub(super) async fn on_hung(&mut self, child: Child, progress: u64) -> ActorResult {
         let strands = &self.dependencies.strands;
         let abandonment = match child {
             Child::Scheduler => abandon(&strands.scheduler, progress),

@@ -20,8 +20,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use ahash::AHashMap;
-use ractor::{Actor, ActorProcessingErr, ActorRef, SupervisionEvent};
+use ractor::{Actor, ActorRef, SupervisionEvent};
 
+use crate::actors::delivery::ActorResult;
 use crate::actors::views::status::RouterPhase;
 use crate::membership::MembershipRules;
 use crate::shell::supervisor::{SupervisorInput, SupervisorShell};
@@ -42,7 +43,7 @@ impl Actor for Supervisor {
         &self,
         myself: ActorRef<SupervisorMsg>,
         dependencies: SupervisorDependencies,
-    ) -> Result<SupervisorState, ActorProcessingErr> {
+    ) -> ActorResult<SupervisorState> {
         let mut state = SupervisorState {
             shell: SupervisorShell::new(
                 MembershipRules::of(&dependencies.config, cfg!(feature = "zmq")),
@@ -71,12 +72,7 @@ impl Actor for Supervisor {
         Ok(state)
     }
 
-    async fn handle(
-        &self,
-        _: ActorRef<SupervisorMsg>,
-        msg: SupervisorMsg,
-        state: &mut SupervisorState,
-    ) -> Result<(), ActorProcessingErr> {
+    async fn handle(&self, _: ActorRef<SupervisorMsg>, msg: SupervisorMsg, state: &mut SupervisorState) -> ActorResult {
         state.on_message(msg).await
     }
 
@@ -85,7 +81,7 @@ impl Actor for Supervisor {
         _: ActorRef<SupervisorMsg>,
         event: SupervisionEvent,
         state: &mut SupervisorState,
-    ) -> Result<(), ActorProcessingErr> {
+    ) -> ActorResult {
         match event {
             SupervisionEvent::ActorFailed(cell, error) => state.on_death(cell.get_id(), error.to_string()).await,
             SupervisionEvent::ActorTerminated(cell, _, reason) => {
@@ -95,11 +91,7 @@ impl Actor for Supervisor {
         }
     }
 
-    async fn post_stop(
-        &self,
-        _: ActorRef<SupervisorMsg>,
-        state: &mut SupervisorState,
-    ) -> Result<(), ActorProcessingErr> {
+    async fn post_stop(&self, _: ActorRef<SupervisorMsg>, state: &mut SupervisorState) -> ActorResult {
         state.dependencies.views.status.enter(RouterPhase::Stopped);
         state.dependencies.close();
         Ok(())
@@ -107,7 +99,7 @@ impl Actor for Supervisor {
 }
 
 impl SupervisorState {
-    async fn on_message(&mut self, msg: SupervisorMsg) -> Result<(), ActorProcessingErr> {
+    async fn on_message(&mut self, msg: SupervisorMsg) -> ActorResult {
         match msg {
             SupervisorMsg::Membership(input) => self.apply_membership(input).await,
             SupervisorMsg::Follow { name, source } => self.on_follow(name, source).await,

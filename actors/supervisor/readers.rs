@@ -2,17 +2,18 @@
 
 use std::sync::Arc;
 
-use ractor::{Actor, ActorProcessingErr};
+use ractor::Actor;
 
 use super::messages::SupervisorMsg;
 use super::state::SupervisorState;
+use crate::actors::delivery::ActorResult;
 use crate::actors::ingest::{Arguments, Ingest, IngestDependencies, IngestMsg, SnapshotReply};
 use crate::ingest::{DegradationReason, StreamState};
 use crate::membership::{Child, MembershipInput};
 use crate::protocol::{KvEvent, RouterEvent, Slot, StorageTier};
 
 impl SupervisorState {
-    pub(super) async fn start_reader(&mut self, slot: Slot) -> Result<(), ActorProcessingErr> {
+    pub(super) async fn start_reader(&mut self, slot: Slot) -> ActorResult {
         let (Some(worker), Some(rank)) = (self.shell.membership().worker_at(slot), self.shell.rank(slot)) else {
             return Ok(());
         };

@@ -3,21 +3,18 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use ractor::{Actor, ActorProcessingErr, ActorRef};
+use ractor::{Actor, ActorRef};
 use tokio::sync::Mutex;
 
 use super::messages::SupervisorMsg;
 use super::state::{FollowedSource, SupervisorState};
+use crate::actors::delivery::ActorResult;
 use crate::actors::discovery::{AnySource, Assignment, Follower, FollowerMsg, SourceReport};
 use crate::membership::{Child, MembershipInput, SourceUpdate};
 
 impl SupervisorState {
     /// Follows a source; earlier sources have precedence.
-    pub(super) async fn on_follow(
-        &mut self,
-        name: String,
-        source: Box<dyn AnySource>,
-    ) -> Result<(), ActorProcessingErr> {
+    pub(super) async fn on_follow(&mut self, name: String, source: Box<dyn AnySource>) -> ActorResult {
         let number = self.sources.len();
         if number == 0 {
             self.reconcile_periodically();
@@ -30,7 +27,7 @@ impl SupervisorState {
         Ok(())
     }
 
-    pub(super) async fn restart_follower(&mut self, number: usize) -> Result<(), ActorProcessingErr> {
+    pub(super) async fn restart_follower(&mut self, number: usize) -> ActorResult {
         let Some(followed) = self.sources.get(number) else { return Ok(()) };
         let source = Arc::clone(&followed.source);
         self.sources[number].actor = self.start_follower(number, &source).await?;
@@ -41,7 +38,7 @@ impl SupervisorState {
         &mut self,
         number: usize,
         source: &Arc<Mutex<Box<dyn AnySource>>>,
-    ) -> Result<ActorRef<FollowerMsg>, ActorProcessingErr> {
+    ) -> ActorResult<ActorRef<FollowerMsg>> {
         let (myself, status) = (self.myself.clone(), Arc::clone(&self.dependencies.views.status));
         let report: SourceReport = Arc::new(move |update, done| {
             myself.send_message(SupervisorMsg::Reconcile { source: number, update, done }).is_ok()
@@ -69,11 +66,7 @@ impl SupervisorState {
         });
     }
 
-    pub(super) async fn on_source_update(
-        &mut self,
-        source: usize,
-        update: SourceUpdate,
-    ) -> Result<(), ActorProcessingErr> {
+    pub(super) async fn on_source_update(&mut self, source: usize, update: SourceUpdate) -> ActorResult {
         if let (SourceUpdate::Failed(_), Some(followed)) = (&update, self.sources.get(source)) {
             followed.errors.increment(1);
         }

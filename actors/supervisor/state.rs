@@ -7,12 +7,13 @@ use std::sync::atomic::AtomicU64;
 
 use ahash::AHashMap;
 use metrics::Counter;
-use ractor::{ActorId, ActorProcessingErr, ActorRef};
+use ractor::{ActorId, ActorRef};
 use tokio::sync::Mutex;
 
 use super::dependencies::SupervisorDependencies;
 use super::messages::{MembershipReply, SupervisorMsg};
 use super::watchdog::WatchdogGuard;
+use crate::actors::delivery::ActorResult;
 use crate::actors::delivery::strand::Strand;
 use crate::actors::discovery::{AnySource, FollowerMsg};
 #[cfg(feature = "zmq")]
@@ -92,17 +93,14 @@ impl SupervisedRank for RankActor {
 }
 
 impl SupervisorState {
-    pub(super) async fn apply(&mut self, input: SupervisorInput<MembershipReply>) -> Result<(), ActorProcessingErr> {
+    pub(super) async fn apply(&mut self, input: SupervisorInput<MembershipReply>) -> ActorResult {
         for effect in self.shell.step(input, self.dependencies.clock.now()) {
             self.perform(effect).await?;
         }
         Ok(())
     }
 
-    pub(super) async fn apply_membership(
-        &mut self,
-        input: MembershipInput<MembershipReply>,
-    ) -> Result<(), ActorProcessingErr> {
+    pub(super) async fn apply_membership(&mut self, input: MembershipInput<MembershipReply>) -> ActorResult {
         self.apply(SupervisorInput::Membership(input)).await
     }
 }
