@@ -76,8 +76,9 @@ impl SupervisorState {
         strand.open(actor, || {
             let shell = ShardShell::new(config, cells, ranks, cold, clock);
             let meters = ShardMeters::new(&meters.pool, config, &shell, shard);
-            let on_resync =
-                Box::new(move |rank| drop(myself.send_message(SupervisorMsg::Warmed { rank, incarnation })));
+            let on_resync = Box::new(move |rank| {
+                drop(myself.send_message(SupervisorMsg::Shell(SupervisorInput::Warmed { rank, incarnation })))
+            });
             Radix { shell, clock: *clock, on_resync, meters, effects: Vec::new() }
         });
         Ok(())

@@ -25,6 +25,7 @@ use crate::membership::{Child, MembershipEffect, RankDescription};
 use crate::protocol::{Generation, PoolBlockSize, Slot, WorkerId, WorkerRank};
 use crate::schedule::Input;
 use crate::select::RankTraits;
+use crate::shell::supervisor::SupervisorInput;
 
 impl SupervisorState {
     pub(super) async fn perform(&mut self, effect: MembershipEffect<MembershipReply>) -> ActorResult {
@@ -178,7 +179,7 @@ impl SupervisorState {
         let myself = self.myself.clone();
         tokio::spawn(async move {
             tokio::time::sleep(deadline).await;
-            drop(myself.send_message(SupervisorMsg::DrainTimedOut { worker, drain }));
+            drop(myself.send_message(SupervisorMsg::Shell(SupervisorInput::DrainTimedOut { worker, drain })));
         });
     }
 

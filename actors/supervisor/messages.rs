@@ -8,7 +8,8 @@ use crate::actors::discovery::AnySource;
 use crate::actors::ingest::SnapshotReply;
 use crate::error::MembershipError;
 use crate::membership::{Child, MembershipInput, SourceUpdate};
-use crate::protocol::{Generation, Slot, WorkerId, WorkerRank};
+use crate::protocol::{Generation, Slot};
+use crate::shell::supervisor::SupervisorInput;
 
 /// Reply to a membership change: the number of bookings ended by a drain, else 0.
 pub(crate) type MembershipReply = oneshot::Sender<Result<usize, MembershipError>>;
@@ -20,12 +21,8 @@ pub(crate) enum SupervisorMsg {
     Follow { name: String, source: Box<dyn AnySource> },
     /// Value of a source. `done` is dropped after the value is applied.
     Reconcile { source: usize, update: SourceUpdate, done: Option<oneshot::Sender<()>> },
-    /// Acknowledgement of a drained rank, or the loss of its sequence actor.
-    Drained { slot: Slot, generation: Generation },
-    /// Deadline of a drain.
-    DrainTimedOut { worker: WorkerId, drain: u64 },
-    /// The blocks of a cold rank were sent to this incarnation of its shard.
-    Warmed { rank: WorkerRank, incarnation: u32 },
+    /// Another input of the shell: an acknowledgement or a deadline.
+    Shell(SupervisorInput<MembershipReply>),
     /// Ping of the watchdog.
     Ping(u64),
     /// The actor has made no progress since `progress`, although work waits.
@@ -41,7 +38,7 @@ pub(crate) enum SupervisorMsg {
     Fault(crate::actors::delivery::fault::InjectedFault),
     /// Injected fault of the KV event reader of a rank, as a message to it.
     #[cfg(all(feature = "faults", feature = "zmq"))]
-    IngestFault(WorkerRank, crate::actors::ingest::IngestMsg),
+    IngestFault(crate::protocol::WorkerRank, crate::actors::ingest::IngestMsg),
     /// Injected fault of the actor that follows a source, as a message to it.
     #[cfg(feature = "faults")]
     FaultOf(usize, crate::actors::discovery::FollowerMsg),
@@ -64,7 +61,7 @@ impl Drop for RetireAck {
     }
 }
 
-/// Sends [`SupervisorMsg::Drained`] when dropped, also by a dying actor: the supervisor counts the bookings that remain.
+/// Sends [`SupervisorInput::Drained`] when dropped, also by a dying actor: the supervisor counts the bookings that remain.
 pub(super) struct DrainAck {
     pub(super) supervisor: ActorRef<SupervisorMsg>,
     pub(super) slot: Slot,
@@ -74,6 +71,6 @@ pub(super) struct DrainAck {
 impl Drop for DrainAck {
     fn drop(&mut self) {
         let Self { slot, generation, .. } = *self;
-        drop(self.supervisor.send_message(SupervisorMsg::Drained { slot, generation }));
+        drop(self.supervisor.send_message(SupervisorMsg::Shell(SupervisorInput::Drained { slot, generation })));
     }
 }

@@ -25,7 +25,7 @@ use ractor::{Actor, ActorRef, SupervisionEvent};
 use crate::actors::delivery::ActorResult;
 use crate::actors::views::status::RouterPhase;
 use crate::membership::MembershipRules;
-use crate::shell::supervisor::{SupervisorInput, SupervisorShell};
+use crate::shell::supervisor::SupervisorShell;
 use dependencies::SupervisorDependencies;
 pub(crate) use messages::{MembershipReply, SupervisorMsg};
 #[cfg(feature = "zmq")]
@@ -101,57 +101,28 @@ impl Actor for Supervisor {
 impl SupervisorState {
     async fn on_message(&mut self, msg: SupervisorMsg) -> ActorResult {
         match msg {
-            SupervisorMsg::Membership(input) => self.apply_membership(input).await,
-            SupervisorMsg::Follow { name, source } => self.on_follow(name, source).await,
+            SupervisorMsg::Membership(input) => self.apply_membership(input).await?,
+            SupervisorMsg::Follow { name, source } => self.on_follow(name, source).await?,
             SupervisorMsg::Reconcile { source, update, done } => {
                 self.on_source_update(source, update).await?;
                 drop(done);
-                Ok(())
             }
-            SupervisorMsg::Drained { slot, generation } => {
-                self.apply(SupervisorInput::Drained { slot, generation }).await
-            }
-            SupervisorMsg::DrainTimedOut { worker, drain } => {
-                self.apply(SupervisorInput::DrainTimedOut { worker, drain }).await
-            }
-            SupervisorMsg::Warmed { rank, incarnation } => {
-                self.apply(SupervisorInput::Warmed { rank, incarnation }).await
-            }
-            SupervisorMsg::Ping(number) => {
-                self.pings_handled.store(number, Ordering::Relaxed);
-                Ok(())
-            }
-            SupervisorMsg::Hung { child, progress } => self.on_hung(child, progress).await,
+            SupervisorMsg::Shell(input) => self.apply(input).await?,
+            SupervisorMsg::Ping(number) => self.pings_handled.store(number, Ordering::Relaxed),
+            SupervisorMsg::Hung { child, progress } => self.on_hung(child, progress).await?,
             #[cfg(feature = "zmq")]
-            SupervisorMsg::Snapshot { slot, reply } => {
-                self.request_snapshot(slot, reply);
-                Ok(())
-            }
+            SupervisorMsg::Snapshot { slot, reply } => self.request_snapshot(slot, reply),
             #[cfg(feature = "zmq")]
-            SupervisorMsg::Restore => {
-                self.restore_readers();
-                Ok(())
-            }
+            SupervisorMsg::Restore => self.restore_readers(),
             #[cfg(feature = "faults")]
-            SupervisorMsg::Fault(injected) => {
-                injected.apply();
-                Ok(())
-            }
+            SupervisorMsg::Fault(injected) => injected.apply(),
             #[cfg(all(feature = "faults", feature = "zmq"))]
-            SupervisorMsg::IngestFault(rank, fault) => {
-                self.on_ingest_fault(rank, fault);
-                Ok(())
-            }
+            SupervisorMsg::IngestFault(rank, fault) => self.on_ingest_fault(rank, fault),
             #[cfg(feature = "faults")]
-            SupervisorMsg::FaultOf(source, fault) => {
-                self.on_fault_of(source, fault);
-                Ok(())
-            }
+            SupervisorMsg::FaultOf(source, fault) => self.on_fault_of(source, fault),
             #[cfg(feature = "faults")]
-            SupervisorMsg::MissNext => {
-                self.misses_next_update = true;
-                Ok(())
-            }
+            SupervisorMsg::MissNext => self.misses_next_update = true,
         }
+        Ok(())
     }
 }
