@@ -10,7 +10,7 @@ use crate::actors::delivery::fault::{InjectedFault, InjectedHang};
 use crate::actors::delivery::strand::{ActorState, Strand};
 use crate::actors::discovery::FollowerMsg;
 #[cfg(feature = "zmq")]
-use crate::actors::ingest::IngestMsg;
+use crate::actors::ingest::{IngestMsg, ReaderCommand};
 use crate::actors::sequence::table::SequenceAddress;
 use crate::actors::supervisor::SupervisorMsg;
 use crate::protocol::WorkerRank;
@@ -129,7 +129,7 @@ impl Router {
             #[cfg(feature = "zmq")]
             Fault::Ingest(rank) => {
                 let is_read = self.kv_sources().iter().any(|source| source.rank == rank);
-                let fault = SupervisorMsg::IngestFault(rank, IngestMsg::Fault(injected));
+                let fault = SupervisorMsg::IngestFault(rank, IngestMsg::Command(ReaderCommand::Fault(injected)));
                 return is_read && self.supervisor().send_message(fault).is_ok();
             }
         }

@@ -21,11 +21,10 @@ use crate::actors::delivery::ActorResult;
 use crate::actors::views::rank::RankEntry;
 use crate::config::RouterConfig;
 use crate::ingest::SourceConfig;
-use crate::protocol::{KvEventsConfig, WorkerConfig, WorkerConfigError};
+use crate::protocol::{WorkerConfig, WorkerConfigError};
 use crate::wire::{DecoderLimits, WireConfig};
-use crate::zmtp::Caps;
 pub(crate) use dependencies::IngestDependencies;
-use reader::{Command, Job};
+pub(crate) use reader::{Arguments, ReaderCommand};
 pub(crate) use snapshot_reply::SnapshotReply;
 
 /// Maximum number of queued commands for a reader; repeated replay requests are redundant.
@@ -33,31 +32,14 @@ const COMMANDS_MAX: usize = 4;
 
 /// Messages to an ingest actor.
 pub(crate) enum IngestMsg {
-    /// The index has lost the blocks of the rank: replay them.
-    Resync,
-    /// Send the position of the source, and query the index for its contents there.
-    Snapshot(SnapshotReply),
-    /// Contents of a snapshot may be pending for the rank.
-    Restore,
-    /// Injected fault of the reader.
-    #[cfg(feature = "faults")]
-    Fault(crate::actors::delivery::fault::InjectedFault),
+    /// Command for the reader.
+    Command(ReaderCommand),
     /// The reader has panicked.
     Died(String),
 }
 
 /// The ingest actor; see the module documentation.
 pub(crate) struct Ingest;
-
-/// Arguments of one ingest actor.
-pub(crate) struct Arguments {
-    pub(crate) dependencies: IngestDependencies,
-    pub(crate) entry: Arc<RankEntry>,
-    pub(crate) endpoints: KvEventsConfig,
-    pub(crate) source: SourceConfig,
-    pub(crate) wire: WireConfig,
-    pub(crate) audit_interval_ms: u32,
-}
 
 impl Arguments {
     /// Arguments to read the events of `entry`; `None` if it has no events or they are disabled.
@@ -96,7 +78,7 @@ fn wire_config(config: &RouterConfig, entry: &RankEntry, worker: &WorkerConfig) 
 /// State of the ingest actor.
 pub(crate) struct IngestState {
     reader: AbortHandle,
-    commands: mpsc::Sender<Command>,
+    commands: mpsc::Sender<ReaderCommand>,
 }
 
 impl Drop for IngestState {
@@ -111,12 +93,9 @@ impl Actor for Ingest {
     type Arguments = Arguments;
 
     async fn pre_start(&self, myself: ActorRef<IngestMsg>, arguments: Arguments) -> ActorResult<IngestState> {
-        let Arguments { dependencies, entry, endpoints, source, wire, audit_interval_ms } = arguments;
-        entry.source.begin(&endpoints.endpoint);
+        arguments.entry.source.begin(&arguments.endpoints.endpoint);
         let (commands, heard) = mpsc::channel(COMMANDS_MAX);
-        let caps = Caps::default();
-        let job = Job { dependencies, entry, endpoints, source, wire, caps, audit_interval_ms, commands: heard };
-        let task = tokio::spawn(reader::read(job));
+        let task = tokio::spawn(reader::read(arguments, heard));
         let watched = task.abort_handle();
         tokio::spawn(async move {
             if let Err(error) = task.await
@@ -130,14 +109,9 @@ impl Actor for Ingest {
 
     async fn handle(&self, _: ActorRef<IngestMsg>, msg: IngestMsg, state: &mut IngestState) -> ActorResult {
         match msg {
-            // Full: a replay request is queued.
-            IngestMsg::Resync => drop(state.commands.try_send(Command::Resync)),
-            // Full: the reader is busy, and the rank is not part of this snapshot.
-            IngestMsg::Snapshot(reply) => drop(state.commands.try_send(Command::Snapshot(reply))),
-            // Full: the reader is busy with older commands, and the contents stay pending for its successor.
-            IngestMsg::Restore => drop(state.commands.try_send(Command::Restore)),
-            #[cfg(feature = "faults")]
-            IngestMsg::Fault(injected) => drop(state.commands.try_send(Command::Fault(injected))),
+            // Full: a replay request is queued, the rank is not part of this snapshot, or the contents stay pending for
+            // the successor of the reader.
+            IngestMsg::Command(command) => drop(state.commands.try_send(command)),
             IngestMsg::Died(reason) => return Err(reason.into()),
         }
         Ok(())

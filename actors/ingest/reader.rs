@@ -26,19 +26,17 @@ use crate::zmtp::{Caps, Replayed};
 const PIECE_BLOCKS_MAX: usize = 512;
 
 /// Inputs of a reader.
-pub(super) struct Job {
-    pub(super) dependencies: IngestDependencies,
-    pub(super) entry: Arc<RankEntry>,
-    pub(super) endpoints: KvEventsConfig,
-    pub(super) source: SourceConfig,
-    pub(super) wire: WireConfig,
-    pub(super) caps: Caps,
-    pub(super) audit_interval_ms: u32,
-    pub(super) commands: mpsc::Receiver<Command>,
+pub(crate) struct Arguments {
+    pub(crate) dependencies: IngestDependencies,
+    pub(crate) entry: Arc<RankEntry>,
+    pub(crate) endpoints: KvEventsConfig,
+    pub(crate) source: SourceConfig,
+    pub(crate) wire: WireConfig,
+    pub(crate) audit_interval_ms: u32,
 }
 
 /// Commands to a reader.
-pub(super) enum Command {
+pub(crate) enum ReaderCommand {
     /// The index has lost the blocks of the rank: replay them.
     Resync,
     /// Send the position, and query the shard for the contents there.
@@ -51,8 +49,9 @@ pub(super) enum Command {
 }
 
 /// Reads until it is dropped.
-pub(super) async fn read(job: Job) {
-    let Job { dependencies, entry, endpoints, source, wire, caps, audit_interval_ms, mut commands } = job;
+pub(super) async fn read(arguments: Arguments, mut commands: mpsc::Receiver<ReaderCommand>) {
+    let Arguments { dependencies, entry, endpoints, source, wire, audit_interval_ms } = arguments;
+    let caps = Caps::default();
     let cell = Arc::clone(&entry);
     let _reading = cell.source.read().await;
     let mut link = SubscriptionLink::new(&endpoints, caps, source.seed);
@@ -155,20 +154,20 @@ impl Reader {
     }
 
     /// `None` if the source has started again.
-    async fn obey(&mut self, command: Command) -> Option<IngestInput<Bytes>> {
+    async fn obey(&mut self, command: ReaderCommand) -> Option<IngestInput<Bytes>> {
         Some(match command {
-            Command::Resync => {
+            ReaderCommand::Resync => {
                 self.drop_blocks().await;
                 IngestInput::Resync
             }
-            Command::Snapshot(reply) => {
+            ReaderCommand::Snapshot(reply) => {
                 self.snapshot(reply);
                 IngestInput::Tick
             }
-            Command::Restore if self.restore().await => return None,
-            Command::Restore => IngestInput::Tick,
+            ReaderCommand::Restore if self.restore().await => return None,
+            ReaderCommand::Restore => IngestInput::Tick,
             #[cfg(feature = "faults")]
-            Command::Fault(injected) => {
+            ReaderCommand::Fault(injected) => {
                 injected.apply_off_runtime().await;
                 IngestInput::Tick
             }

@@ -7,7 +7,7 @@ use ractor::Actor;
 use super::messages::SupervisorMsg;
 use super::state::SupervisorState;
 use crate::actors::delivery::ActorResult;
-use crate::actors::ingest::{Arguments, Ingest, IngestDependencies, IngestMsg, SnapshotReply};
+use crate::actors::ingest::{Arguments, Ingest, IngestDependencies, IngestMsg, ReaderCommand, SnapshotReply};
 use crate::ingest::{DegradationReason, StreamState};
 use crate::membership::{Child, MembershipInput};
 use crate::protocol::{KvEvent, RouterEvent, Slot, StorageTier};
@@ -88,7 +88,7 @@ impl SupervisorState {
     pub(super) fn request_replay(&self, shard: usize) {
         for (rank, _) in self.shell.of_shard(shard) {
             if let Some(reader) = self.readers.get(&rank.entry.slot) {
-                drop(reader.send_message(IngestMsg::Resync));
+                drop(reader.send_message(IngestMsg::Command(ReaderCommand::Resync)));
             }
         }
     }
@@ -96,14 +96,14 @@ impl SupervisorState {
     /// Forwards a query for the contents of a rank. Without a reader the reply is dropped.
     pub(super) fn request_snapshot(&self, slot: Slot, reply: SnapshotReply) {
         if let Some(reader) = self.readers.get(&slot) {
-            drop(reader.send_message(IngestMsg::Snapshot(reply)));
+            drop(reader.send_message(IngestMsg::Command(ReaderCommand::Snapshot(reply))));
         }
     }
 
     /// Notifies every reader that contents of a snapshot may be pending for its rank.
     pub(super) fn restore_readers(&self) {
         for reader in self.readers.values() {
-            drop(reader.send_message(IngestMsg::Restore));
+            drop(reader.send_message(IngestMsg::Command(ReaderCommand::Restore)));
         }
     }
 
