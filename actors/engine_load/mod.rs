@@ -37,10 +37,10 @@ pub(crate) enum EngineLoadMsg {
 
 /// State of the actor: only the dependencies to reach the cells, and the health actor after a change of sleep.
 pub(crate) struct EngineLoads {
-    ranks: Arc<RankEntries>,
-    clock: Clock,
-    exclusions: Arc<Published<Exclusions>>,
-    health: Arc<Strand<HealthActor>>,
+    pub(crate) ranks: Arc<RankEntries>,
+    pub(crate) clock: Clock,
+    pub(crate) exclusions: Arc<Published<Exclusions>>,
+    pub(crate) health: Arc<Strand<HealthActor>>,
 }
 
 /// No replies: messages to this actor have none.
@@ -51,15 +51,6 @@ impl DeferredReply for Nothing {
 }
 
 impl EngineLoads {
-    pub(crate) fn new(
-        ranks: Arc<RankEntries>,
-        clock: Clock,
-        exclusions: Arc<Published<Exclusions>>,
-        health: Arc<Strand<HealthActor>>,
-    ) -> Self {
-        Self { ranks, clock, exclusions, health }
-    }
-
     fn publish(&self, entry: &RankEntry, reading: EngineReading) {
         let was_emptied = entry.engine_load.sleep() == Some(EngineSleep::Emptied);
         entry.engine_load.publish(&EngineLoad { reading, at: self.clock.now() });

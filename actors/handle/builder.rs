@@ -5,11 +5,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ractor::Actor;
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, watch};
 #[cfg(feature = "replicas")]
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::edge::Edge;
+use super::edge::{Edge, OUTCOMES_MAX};
 use super::intake::Intake;
 use super::membership::publish_conditions;
 use super::router::{Inner, Router};
@@ -301,7 +301,8 @@ async fn start_actors(
     .watch();
     let block_size = Arc::clone(&views.block_size);
     let shards = Arc::clone(&strands.shards);
-    let edge = Arc::new(Edge::new(config, block_size, clock, meters, ender, shards, health));
+    let outcomes_gate = Arc::new(Semaphore::new(OUTCOMES_MAX));
+    let edge = Arc::new(Edge { config, block_size, clock, meters, ender, shards, health, outcomes_gate });
     Ok(Router { inner: Arc::new(Inner { edge, intake, views, strands, shared_cache, supervisor }) })
 }
 

@@ -18,7 +18,7 @@ use crate::health::Outcome;
 use crate::protocol::Timestamp;
 
 /// Maximum number of queued outcome reports. While the health actor hangs, further reports are dropped.
-const OUTCOMES_MAX: usize = 1024;
+pub(super) const OUTCOMES_MAX: usize = 1024;
 
 /// Shared dependencies of requests and placements.
 pub(super) struct Edge {
@@ -28,24 +28,11 @@ pub(super) struct Edge {
     pub(super) meters: Arc<Meters>,
     pub(super) ender: Arc<LeaseEnder>,
     pub(super) shards: Arc<Shards>,
-    health: Arc<Strand<HealthActor>>,
-    outcomes_gate: Arc<Semaphore>,
+    pub(super) health: Arc<Strand<HealthActor>>,
+    pub(super) outcomes_gate: Arc<Semaphore>,
 }
 
 impl Edge {
-    pub(super) fn new(
-        config: Arc<RouterConfig>,
-        block_size: Arc<BlockSizeCell>,
-        clock: Clock,
-        meters: Arc<Meters>,
-        ender: Arc<LeaseEnder>,
-        shards: Arc<Shards>,
-        health: Arc<Strand<HealthActor>>,
-    ) -> Self {
-        let outcomes_gate = Arc::new(Semaphore::new(OUTCOMES_MAX));
-        Self { config, block_size, clock, meters, ender, shards, health, outcomes_gate }
-    }
-
     /// Reports the outcome of a request sent to the rank at `began`. An outcome that changes no state sends no message.
     pub(super) fn report_outcome(&self, entry: &Arc<RankEntry>, outcome: Outcome, began: Option<Timestamp>) {
         let matters = if outcome.is_ok() {

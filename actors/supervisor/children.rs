@@ -137,8 +137,12 @@ impl SupervisorState {
         let strand = Arc::clone(&self.dependencies.strands.engine_loads);
         let actor = self.spawn(&strand, Child::EngineLoads).await?;
         let SupervisorDependencies { clock, views, strands, .. } = &self.dependencies;
-        let (ranks, exclusions) = (Arc::clone(&views.ranks), Arc::clone(&views.exclusions));
-        strand.open(actor, || EngineLoads::new(ranks, *clock, exclusions, Arc::clone(&strands.health)));
+        strand.open(actor, || EngineLoads {
+            ranks: Arc::clone(&views.ranks),
+            clock: *clock,
+            exclusions: Arc::clone(&views.exclusions),
+            health: Arc::clone(&strands.health),
+        });
         Ok(())
     }
 
