@@ -10,7 +10,7 @@
 pub(crate) mod probe;
 pub(crate) mod stalls;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
@@ -28,20 +28,17 @@ use crate::actors::views::rank::{RankEntries, RankEntry};
 use crate::config::RouterConfig;
 use crate::engine_load::EngineSleep;
 use crate::health::{Cause, Exclusions, HealthChange, HealthInput, HealthRules, Member, Monitor, Outcome, RankHealth};
-use crate::protocol::{Timestamp, WorkerId, WorkerRank};
+use crate::protocol::{Timestamp, WorkerRank};
 use crate::select::RankConditions;
 
 /// Messages to the health actor.
 pub(crate) enum HealthMsg {
     /// The ranks, the embedder's rank conditions, or the sleep of an engine have changed.
     MembersChanged,
-    /// Result of a probe.
-    #[cfg_attr(not(feature = "discovery"), expect(dead_code, reason = "sent by probes only"))]
-    Probed { worker: WorkerId, prober: u64, answer: Result<(), String> },
+    /// An input of the monitor as it is: the result of a probe, or stalls.
+    Input(HealthInput),
     /// Outcome of a request.
     Outcome { entry: Arc<RankEntry>, outcome: Outcome, began: Option<Timestamp>, permit: OwnedSemaphorePermit },
-    /// Ranks without progress, by incarnation, and those that made progress after that.
-    Stalls { overdue: BTreeMap<WorkerRank, u64>, progressed: BTreeSet<WorkerRank> },
     /// The timer for `at` has fired.
     Wake { at: Timestamp },
     /// Query for the health of all ranks.
@@ -232,15 +229,10 @@ impl ActorState for HealthActor {
         let mut replies = HealthReplies::default();
         match msg {
             HealthMsg::MembersChanged => self.on_members_changed(&mut replies),
-            HealthMsg::Probed { worker, prober, answer } => {
-                self.step_monitor(HealthInput::Probed { worker, prober, answer }, &mut replies);
-            }
+            HealthMsg::Input(input) => self.step_monitor(input, &mut replies),
             HealthMsg::Outcome { entry, outcome, began, permit } => {
                 self.on_outcome(&entry, outcome, began, &mut replies);
                 drop(permit);
-            }
-            HealthMsg::Stalls { overdue, progressed } => {
-                self.step_monitor(HealthInput::Stalls { overdue, progressed }, &mut replies);
             }
             HealthMsg::Wake { at } => self.on_wake(at, &mut replies),
             HealthMsg::Report(answer) => self.on_report(answer, &mut replies),

@@ -16,6 +16,7 @@ use crate::actors::views::worker::WorkerEntry;
 use crate::actors::worker_tasks::{self, first_delay};
 use crate::config::RouterConfig;
 use crate::discovery::HttpUrl;
+use crate::health::HealthInput;
 use crate::protocol::{WorkerConfig, WorkerId};
 
 /// Maximum number of response bytes; the status alone determines the result.
@@ -109,7 +110,7 @@ async fn probe(dependencies: ProbeDependencies, worker: WorkerId, prober: u64, p
             Err(EngineHttpError::NoTls) => return,
             Err(error) => Err(error.to_string().chars().take(WHY_CHARS_MAX).collect()),
         };
-        dependencies.health.tell(HealthMsg::Probed { worker, prober, answer });
+        dependencies.health.tell(HealthMsg::Input(HealthInput::Probed { worker, prober, answer }));
         tokio::time::sleep(interval).await;
     }
 }

@@ -13,6 +13,7 @@ use crate::actors::delivery::strand::Strand;
 use crate::actors::io::clock::Clock;
 use crate::actors::views::Views;
 use crate::config::RouterConfig;
+use crate::health::HealthInput;
 use crate::protocol::{Timestamp, WorkerRank};
 
 /// Interval of the passes, and the interval while a rank is overdue, which is tried again for one of those.
@@ -60,5 +61,5 @@ fn look(views: &Views, health: &Strand<HealthActor>, stalled: &mut BTreeMap<Work
     for rank in overdue.keys() {
         stalled.entry(*rank).or_insert(now);
     }
-    health.tell(HealthMsg::Stalls { overdue, progressed });
+    health.tell(HealthMsg::Input(HealthInput::Stalls { overdue, progressed }));
 }
