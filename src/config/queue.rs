@@ -160,10 +160,8 @@ pub struct QueueClass {
     /// Its name: letters, digits, `_`, `.`, `-`. Requests may ask for it.
     pub name: String,
     /// The family it belongs to. A request that asks for a family gets that family's class for its bucket.
-    #[serde(default)]
     pub family: Option<String>,
     /// The bucket of uncached tokens (see `queue.uncached_buckets`) that it serves within its family.
-    #[serde(default)]
     pub bucket: Option<String>,
     /// In which order its requests leave. Default `fcfs`.
     #[serde(default)]
@@ -172,23 +170,17 @@ pub struct QueueClass {
     #[serde(default = "quantum_tokens")]
     pub quantum_tokens: u32,
     /// A rank with more prefill tokens than this to compute is busy for this class.
-    #[serde(default)]
     pub busy_prefill_tokens: Option<u64>,
     /// The same as a share of the rank's `max_num_batched_tokens`. Default: `queue.threshold`.
-    #[serde(default)]
     pub busy_prefill_frac: Option<f64>,
     /// Requests that may wait, for each rank of the pool; 0 never waits. Default: no limit.
-    #[serde(default)]
     pub requests_max_per_rank: Option<u32>,
     /// Prompt tokens that may wait, for each rank of the pool.
-    #[serde(default)]
     pub raw_tokens_max_per_rank: Option<u64>,
     /// Cached prompt tokens that may wait, for each rank of the pool.
-    #[serde(default)]
     pub cached_tokens_max_per_rank: Option<u64>,
     /// Longest time in milliseconds for which a call of a program waits while other programs fill the caches, if no
     /// rank holds most of its prompt. Then it is placed. Default: no call waits for that.
-    #[serde(default)]
     pub program_hold_ms: Option<u64>,
     /// Whether the first call of a program is rejected where later ones wait. Default false; needs `program_hold_ms`, and
     /// sessions with affinity.

@@ -36,7 +36,6 @@ pub struct HashedPrompt {
 #[serde(deny_unknown_fields)]
 struct HashedPromptFields {
     block_hashes: Arc<[BlockHash]>,
-    #[serde(default)]
     sequence_hashes: Option<Arc<[SequenceHash]>>,
     prompt_tokens: usize,
 }

@@ -55,7 +55,6 @@ pub struct KvEventsConfig {
     /// `tcp://HOST:PORT` of rank 0's publisher.
     pub endpoint: String,
     /// `tcp://HOST:PORT` of rank 0's replay socket. Without it, lost messages cannot be recovered.
-    #[serde(default)]
     pub replay_endpoint: Option<String>,
     /// Topic prefix of the subscription. Default: empty, all topics.
     #[serde(default)]
@@ -169,22 +168,17 @@ pub struct WorkerConfig {
     #[serde(default = "one")]
     pub data_parallel_size: u32,
     /// Tokens per engine step (`max_num_batched_tokens`), if known. At least 1.
-    #[serde(default)]
     pub max_num_batched_tokens: Option<u32>,
     /// KV blocks of one rank, if known. At least 1.
-    #[serde(default)]
     pub total_kv_blocks: Option<u32>,
     /// Tokens per KV block, if the engine reports it. A pool without
     /// [`RouterConfig::block_size`](crate::RouterConfig::block_size) takes that of its first worker until KV events show
     /// another. At least 1.
-    #[serde(default)]
     pub block_size: Option<u32>,
     /// Longest sequence of the model, prompt and output together, in tokens (`max_model_len`), if known. At least 1. A
     /// prompt longer than that of every worker is rejected.
-    #[serde(default)]
     pub max_model_len: Option<u32>,
     /// Role in disaggregated serving. Pools of another role ignore the worker. Default: that of the pool.
-    #[serde(default)]
     pub role: Option<WorkerRole>,
     /// Labels that requests may require or prefer.
     #[serde(default)]
@@ -194,23 +188,19 @@ pub struct WorkerConfig {
     #[serde(default)]
     pub lora_adapters: BTreeSet<String>,
     /// A name that survives restarts of the worker, for placement that must be stable across them.
-    #[serde(default)]
     pub stable_routing_id: Option<String>,
     /// Topology: the worker's value of each domain kind (`zone`, `rack`, ...).
     #[serde(default)]
     pub topology_domains: BTreeMap<String, String>,
     /// Kind of the topology domain that KV transfers should stay inside.
-    #[serde(default)]
     pub kv_transfer_domain: Option<String>,
     /// Strictness of this.
     #[serde(default)]
     pub kv_transfer_enforcement: KvTransferEnforcement,
     /// Weight of the preference in preferred mode; finite.
-    #[serde(default)]
     pub kv_transfer_preferred_weight: Option<f64>,
     /// Port at which KV transfers start: the bootstrap server of SGLang and Mooncake, or the KV port of rank 0 of P2P
     /// NCCL. Default: that of the pool.
-    #[serde(default)]
     pub transfer_port: Option<u16>,
     /// Type of the engine, which determines the prompt of some requests. Default: as probed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -224,17 +214,14 @@ pub struct WorkerConfig {
     #[serde(default, skip_serializing_if = "core::ops::Not::not")]
     pub priority_hints: bool,
     /// Whether the worker hashes EAGLE windows; must match the pool's setting if given.
-    #[serde(default)]
     pub is_eagle: Option<bool>,
     /// KV event endpoints on consecutive ports. Default: none; the embedder may provide events.
-    #[serde(default)]
     pub kv_events: Option<KvEventsConfig>,
     /// KV event endpoints of single ranks, by rank number, where ports are not consecutive. They have precedence over
     /// `kv_events`. Entries of other ranks have no effect.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub kv_events_by_rank: BTreeMap<u32, KvEventsConfig>,
     /// Source of load reports. Default: none; only bookings count.
-    #[serde(default)]
     pub load: Option<LoadSource>,
     /// Path below `endpoint` that returns 200 while the engine is healthy. Default: `/health`.
     #[serde(default = "health_path")]

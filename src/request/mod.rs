@@ -102,7 +102,6 @@ impl From<OwnedPrompt> for Prompt<'_> {
 #[serde(deny_unknown_fields)]
 pub struct RouteRequest<'a> {
     /// Id of the booking; unique among the bookings that have not ended. Queries need none.
-    #[serde(default)]
     pub request_id: Option<Cow<'a, str>>,
     /// The prompt.
     pub prompt: Prompt<'a>,

@@ -37,7 +37,6 @@ pub struct Pin {
     /// Worker.
     pub worker: WorkerId,
     /// Rank; any rank of the worker if absent, which is the only one of a single-rank worker.
-    #[serde(default)]
     pub rank: Option<u32>,
     /// Strength.
     #[serde(default)]

@@ -11,12 +11,9 @@ use crate::protocol::{KvEventsConfig, WorkerConfig};
 /// Publisher of one rank. Other keys configure its queues.
 #[derive(Deserialize)]
 struct Publisher {
-    #[serde(default)]
     publisher: Option<String>,
     endpoint: String,
-    #[serde(default)]
     replay_endpoint: Option<String>,
-    #[serde(default)]
     topic: Option<String>,
 }
 

@@ -13,9 +13,7 @@ struct List {
 struct ServedModel {
     id: String,
     /// The base model of an adapter.
-    #[serde(default)]
     parent: Option<String>,
-    #[serde(default)]
     max_model_len: Option<u32>,
 }
 

@@ -16,19 +16,13 @@ const ITS_OWN: &[&str] = &["kv_events", "max_total_num_tokens", "page_size"];
 /// Configuration of the KV event publisher. Other keys vary between versions.
 #[derive(Deserialize)]
 struct KvEvents {
-    #[serde(default)]
     publisher: Option<String>,
     endpoint_host: String,
     endpoint_port_base: u16,
-    #[serde(default)]
     topic: Option<String>,
-    #[serde(default)]
     block_size: Option<u32>,
-    #[serde(default)]
     dp_size: Option<u32>,
-    #[serde(default)]
     replay_endpoint_port_base: Option<u16>,
-    #[serde(default)]
     load_endpoint_port_base: Option<u16>,
 }
 
