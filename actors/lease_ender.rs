@@ -42,7 +42,7 @@ impl LeaseEnder {
         strands: &Strands,
         output_lengths: &Arc<OutputLengths>,
     ) -> Self {
-        let holds_bookings = matches!(SpeculationModel::of(config), Some(SpeculationModel::Lru { .. }));
+        let holds_bookings = matches!(SpeculationModel::of(config), Some(SpeculationModel::Lru(_)));
         Self {
             directory: Arc::clone(directory),
             sequences: Arc::clone(&strands.sequences),

@@ -414,7 +414,7 @@ impl<M: Model> Run<M> {
     fn new(kind: SpeculationModel, blocks_max: u64, model: M) -> Self {
         let mut run = Self {
             model,
-            lru: matches!(kind, SpeculationModel::Lru { .. }),
+            lru: matches!(kind, SpeculationModel::Lru(_)),
             predictions: SpeculativePrompts::new(kind, blocks_max),
             index: Index::new(),
             seats: BTreeMap::new(),
@@ -576,7 +576,7 @@ fn without_events(ops: Vec<Op>) -> Vec<Op> {
 proptest! {
     #[test]
     fn speculative_prompts_last_their_time_to_live(ops in ops(), blocks_max in prop_oneof![Just(1_000_usize), 0..40_usize]) {
-        Run::new(SpeculationModel::Ttl { ttl: TTL }, blocks_max as u64, remembered(false, blocks_max)).play(&without_events(ops));
+        Run::new(SpeculationModel::Ttl(TTL), blocks_max as u64, remembered(false, blocks_max)).play(&without_events(ops));
     }
 
     #[test]
@@ -584,7 +584,7 @@ proptest! {
         let (ranks, bookings) = (BTreeMap::new(), BTreeMap::new());
         let aging = remembered(false, usize::MAX);
         let model = Copies { aging, ranks, bookings, epochs: 0, speculated: 0, evicted: 0, retracted: 0 };
-        Run::new(SpeculationModel::Lru { fallback_ttl: TTL }, u64::MAX, model).play(&without_events(ops));
+        Run::new(SpeculationModel::Lru(TTL), u64::MAX, model).play(&without_events(ops));
     }
 
     #[test]
@@ -593,6 +593,6 @@ proptest! {
         blocks_max in prop_oneof![Just(1_000_usize), 0..40_usize],
     ) {
         let model = remembered(true, blocks_max);
-        Run::new(SpeculationModel::BesideEvents { ttl: TTL }, blocks_max as u64, model).play(&ops);
+        Run::new(SpeculationModel::BesideEvents(TTL), blocks_max as u64, model).play(&ops);
     }
 }

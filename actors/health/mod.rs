@@ -124,10 +124,10 @@ impl HealthActor {
                 self.ejections.add(cause, 1);
                 tracing::warn!(pool, worker, worker_id = %rank.worker, rank = rank.rank, cause, "rank ejected");
             }
-            HealthChange::Stalled { rank } => {
+            HealthChange::Stalled(rank) => {
                 tracing::warn!(pool, worker = url(rank), worker_id = %rank.worker, rank = rank.rank, "rank stalled");
             }
-            HealthChange::Returned { rank } => {
+            HealthChange::Returned(rank) => {
                 tracing::info!(pool, worker = url(rank), worker_id = %rank.worker, rank = rank.rank, "rank recovered");
             }
         }

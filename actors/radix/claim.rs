@@ -23,7 +23,7 @@ pub(crate) struct SpeculationSender {
 impl SpeculationSender {
     pub(crate) fn new(config: &RouterConfig, shards: &Arc<Shards>) -> Self {
         let kind = SpeculationModel::of(config);
-        let holds_bookings = matches!(kind, Some(SpeculationModel::Lru { .. }));
+        let holds_bookings = matches!(kind, Some(SpeculationModel::Lru(_)));
         Self { shards: kind.map(|_| Arc::clone(shards)), holds_bookings }
     }
 

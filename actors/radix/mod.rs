@@ -89,7 +89,7 @@ impl ActorState for Radix {
     type Deferred = RadixReply;
 
     fn step(&mut self, msg: RadixMsg) -> Option<RadixReply> {
-        let changes_contents = matches!(msg, ShardMsg::Apply { .. } | ShardMsg::Register(_) | ShardMsg::Remove { .. });
+        let changes_contents = matches!(msg, ShardMsg::Apply { .. } | ShardMsg::Register(_) | ShardMsg::Remove(_));
         self.shell.step(msg, &self.clock, &mut self.effects);
         let mut reply = None;
         for effect in self.effects.drain(..) {

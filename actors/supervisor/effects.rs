@@ -31,7 +31,7 @@ impl SupervisorState {
     pub(super) async fn perform(&mut self, effect: MembershipEffect<MembershipReply>) -> ActorResult {
         match effect {
             MembershipEffect::UseBlockSize(size) => self.use_block_size(size),
-            MembershipEffect::Replace { child } => self.replace(child).await?,
+            MembershipEffect::Replace(child) => self.replace(child).await?,
             MembershipEffect::StartRank { rank, slot, generation, endpoint, description, restricted } => {
                 let entry = self.new_entry(rank, (slot, generation), endpoint, &description);
                 self.start_rank(entry, &description.traits, restricted).await?;
@@ -51,18 +51,18 @@ impl SupervisorState {
             MembershipEffect::RetireRank { slot, generation } => self.retire_rank(slot, generation),
             MembershipEffect::ReleaseRank { slot, generation } => self.release_rank(slot, generation),
             #[cfg(feature = "zmq")]
-            MembershipEffect::StartReader { slot } => self.start_reader(slot).await?,
+            MembershipEffect::StartReader(slot) => self.start_reader(slot).await?,
             #[cfg(feature = "zmq")]
-            MembershipEffect::StopReader { slot } => self.stop_reader(slot),
+            MembershipEffect::StopReader(slot) => self.stop_reader(slot),
             #[cfg(feature = "zmq")]
-            MembershipEffect::ClearBlocks { slot } => self.clear_blocks(slot),
+            MembershipEffect::ClearBlocks(slot) => self.clear_blocks(slot),
             #[cfg(feature = "zmq")]
             MembershipEffect::AbandonReader { slot, deaths, reason } => self.abandon_reader(slot, deaths, &reason),
             // `MembershipRules::has_reader` is false in this build.
             #[cfg(not(feature = "zmq"))]
-            MembershipEffect::StartReader { .. }
-            | MembershipEffect::StopReader { .. }
-            | MembershipEffect::ClearBlocks { .. }
+            MembershipEffect::StartReader(_)
+            | MembershipEffect::StopReader(_)
+            | MembershipEffect::ClearBlocks(_)
             | MembershipEffect::AbandonReader { .. } => {}
             MembershipEffect::StartDrainTimer { worker, drain, deadline } => {
                 self.start_drain_timer(worker, drain, deadline);
@@ -158,7 +158,7 @@ impl SupervisorState {
         if let Some(RankActor { entry, .. }) = self.shell.rank(slot)
             && let Some(shard) = self.dependencies.strands.shards.of(entry.rank)
         {
-            shard.tell(RadixMsg::Remove { rank: entry.rank });
+            shard.tell(RadixMsg::Remove(entry.rank));
         }
         let ack = Acknowledgement::new(RetireAck { supervisor: self.myself.clone(), slot, generation });
         self.dependencies.strands.scheduler.tell(SchedulerMsg::Retire { slot, generation, ack });

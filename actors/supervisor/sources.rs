@@ -20,7 +20,7 @@ impl SupervisorState {
             self.reconcile_periodically();
         }
         let errors = self.dependencies.meters.pool.counter("pointsman_discovery_errors_total", &[("source", &name)]);
-        self.apply_membership(MembershipInput::SourceAdded { name }).await?;
+        self.apply_membership(MembershipInput::SourceAdded(name)).await?;
         let source = Arc::new(Mutex::new(source));
         let actor = self.start_follower(number, &source).await?;
         self.sources.push(FollowedSource { source, errors, actor });

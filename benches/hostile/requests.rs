@@ -124,7 +124,7 @@ fn hashes(blocks: std::ops::Range<u64>) -> Arc<[BlockHash]> {
 fn modelled_evictions(size: u64) -> u64 {
     const TIMES: u64 = 256;
     let index = Index::new();
-    let model = SpeculationModel::Lru { fallback_ttl: Duration::from_secs(1) };
+    let model = SpeculationModel::Lru(Duration::from_secs(1));
     let mut entries = speculative(model, Some(size as u32));
     route(&mut entries, &index, 0, hashes(0..size));
     entries.released(BookingId(0), NOW);
@@ -143,7 +143,7 @@ fn unconfirmed_prompts(size: u64) -> u64 {
     const EVENTS: u64 = 64;
     let mut index = Index::new();
     index.register(rank(0), Slot(0), Generation(1));
-    let mut entries = speculative(SpeculationModel::BesideEvents { ttl: Duration::from_secs(1) }, None);
+    let mut entries = speculative(SpeculationModel::BesideEvents(Duration::from_secs(1)), None);
     for n in 1..=size {
         route(&mut entries, &index, n, hashes(n << 32..(n << 32) + 64));
     }
@@ -167,7 +167,7 @@ fn unconfirmed_prompts(size: u64) -> u64 {
 
 fn speculative_prefixes(size: u64) -> u64 {
     let index = Index::new();
-    let mut entries = speculative(SpeculationModel::Ttl { ttl: Duration::from_secs(1) }, None);
+    let mut entries = speculative(SpeculationModel::Ttl(Duration::from_secs(1)), None);
     let prompts: Vec<_> = (1..=size).map(|blocks| hashes(0..blocks)).collect();
     let mut overlaps = Overlaps::default();
     measured(&mut || {

@@ -55,15 +55,9 @@ pub enum HealthChange {
         cause: Cause,
     },
     /// The rank is stalled.
-    Stalled {
-        /// The rank.
-        rank: WorkerRank,
-    },
+    Stalled(WorkerRank),
     /// The rank is in service again.
-    Returned {
-        /// The rank.
-        rank: WorkerRank,
-    },
+    Returned(WorkerRank),
 }
 
 /// health monitor of all ranks. Input: [`Monitor::step`].
@@ -331,7 +325,7 @@ impl Monitor {
             let was_stalled = known.refusals.is_stall && known.refusals.in_a_row > 0;
             if known.refusals.stalled(now) {
                 any = true;
-                changes.extend((!was_stalled).then_some(HealthChange::Stalled { rank }));
+                changes.extend((!was_stalled).then_some(HealthChange::Stalled(rank)));
             }
         }
         for rank in progressed {
@@ -387,7 +381,7 @@ impl Monitor {
             let states = was_out.iter().map(|(rank, before)| (*rank, *before, exclusions.has_ejected(*rank)));
             states.filter(move |(_, before, now)| *before == was && *now != was).map(|(rank, ..)| rank)
         };
-        changes.extend(turned(true).map(|rank| HealthChange::Returned { rank }));
+        changes.extend(turned(true).map(HealthChange::Returned));
         changes.extend(turned(false).map(|rank| {
             let cause = if self.is_probed_down(rank.worker) { Cause::Probe } else { Cause::Outcomes };
             HealthChange::Ejected { rank, cause }

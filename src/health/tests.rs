@@ -150,7 +150,7 @@ fn outcomes_during_an_ejection_are_ignored() {
     pool.fail(0, 50, at(3));
     assert_eq!(pool.of(0).state, HealthState::Ejected { until: Some(at(31)) });
     pool.step(HealthInput::Wake, at(31));
-    assert_eq!(pool.changes.last(), Some(&HealthChange::Returned { rank: rank(0) }));
+    assert_eq!(pool.changes.last(), Some(&HealthChange::Returned(rank(0))));
     pool.fail(0, 4, at(32));
     assert_eq!(pool.ejected(), NOBODY, "counted anew");
 }
@@ -406,7 +406,7 @@ fn stalled_rank_is_tried_between_back_offs_until_it_makes_progress() {
         pool.stalls(&[0], &[], at(now));
         assert_eq!(pool.refusing(), NOBODY, "a request may try it, even if no timer came before");
     }
-    assert_eq!(pool.changes, [HealthChange::Stalled { rank: rank(0) }], "reported once");
+    assert_eq!(pool.changes, [HealthChange::Stalled(rank(0))], "reported once");
     pool.stalls(&[0], &[], at(now));
     pool.stalls(&[], &[0], at(now + 1));
     assert_eq!((pool.of(0).state, pool.monitor.counts_failures_of(rank(0))), (HealthState::Healthy, false));

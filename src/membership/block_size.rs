@@ -94,7 +94,7 @@ impl<R> Membership<R> {
         let actors = (0..self.rules.index_shards as usize).map(Child::IndexShard).chain([Child::Scheduler]);
         for child in actors.chain(running.iter().map(|slot| Child::Sequence(*slot))) {
             *self.restarts.entry(child).or_default() += 1;
-            self.outbox.push(MembershipEffect::Replace { child });
+            self.outbox.push(MembershipEffect::Replace(child));
         }
         running.into_iter().for_each(|slot| self.update_reader(slot));
         self.outbox.workers_changed = true; // prompt limits are in tokens

@@ -30,16 +30,16 @@ impl<R> Membership<R> {
         if let Some(settings) = settings {
             let budget = RestartBudget::new(READER_RESTARTS_MAX, READER_RESTART_WINDOW);
             self.readers.insert(slot, EventReader { settings, budget });
-            self.outbox.push(MembershipEffect::StartReader { slot });
+            self.outbox.push(MembershipEffect::StartReader(slot));
         } else if was_read {
-            self.outbox.push(MembershipEffect::ClearBlocks { slot });
+            self.outbox.push(MembershipEffect::ClearBlocks(slot));
         }
     }
 
     pub(super) fn stop_reader(&mut self, slot: Slot) -> bool {
         let was_read = self.readers.remove(&slot).is_some();
         if was_read {
-            self.outbox.push(MembershipEffect::StopReader { slot });
+            self.outbox.push(MembershipEffect::StopReader(slot));
         }
         was_read
     }
@@ -81,7 +81,7 @@ impl<R> Membership<R> {
         let Some(reader) = self.readers.get_mut(&slot) else { return };
         if reader.budget.spend(now) {
             self.outbox.report(MembershipReport::ReaderRestarted { slot, reason });
-            self.outbox.push(MembershipEffect::StartReader { slot });
+            self.outbox.push(MembershipEffect::StartReader(slot));
         } else {
             let deaths = READER_RESTARTS_MAX + 1;
             self.outbox.push(MembershipEffect::AbandonReader { slot, deaths, reason });

@@ -193,7 +193,7 @@ impl<R> Membership<R> {
                 self.on_drain_timed_out(worker, drain, worker_bookings);
             }
             MembershipInput::RankRetired { slot, generation } => self.on_rank_retired(slot, generation),
-            MembershipInput::SourceAdded { name } => self.on_source_added(name),
+            MembershipInput::SourceAdded(name) => self.on_source_added(name),
             MembershipInput::SourceUpdated { source, update } => self.on_source_updated(source, update, now),
             MembershipInput::Reconcile => self.reconcile(),
             MembershipInput::EventsSized { slot, generation, tokens } => {

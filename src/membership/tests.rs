@@ -69,7 +69,7 @@ struct Pool {
 impl Pool {
     fn new(rules: MembershipRules, sources: usize) -> Self {
         let mut pool = Self { membership: Membership::new(rules), done: Performed::default(), next_reply: 0 };
-        (0..sources).for_each(|n| pool.step(MembershipInput::SourceAdded { name: format!("source-{n}") }));
+        (0..sources).for_each(|n| pool.step(MembershipInput::SourceAdded(format!("source-{n}"))));
         pool
     }
 
@@ -96,7 +96,7 @@ impl Pool {
         let (workers, done) = (self.workers(), &mut self.done);
         match effect {
             MembershipEffect::UseBlockSize(size) => done.block_size = Some(size),
-            MembershipEffect::Replace { child } => done.replaced.push(child),
+            MembershipEffect::Replace(child) => done.replaced.push(child),
             MembershipEffect::StartRank { rank, slot, generation, endpoint, restricted, .. } => {
                 assert!(done.block_size.is_some(), "the block size is known before the first rank");
                 let before = done.generations.insert(slot, generation);
@@ -126,12 +126,12 @@ impl Pool {
                 let known = done.retiring.iter().position(|place| *place == (slot, generation));
                 done.retiring.remove(known.expect("released after its retirement"));
             }
-            MembershipEffect::StartReader { slot } => {
+            MembershipEffect::StartReader(slot) => {
                 done.readers.insert(slot);
                 done.started_readers.push(slot);
             }
-            MembershipEffect::StopReader { slot } => assert!(done.readers.remove(&slot), "{slot} was read"),
-            MembershipEffect::ClearBlocks { slot } => done.cleared.push(slot),
+            MembershipEffect::StopReader(slot) => assert!(done.readers.remove(&slot), "{slot} was read"),
+            MembershipEffect::ClearBlocks(slot) => done.cleared.push(slot),
             MembershipEffect::AbandonReader { slot, .. } => done.abandoned.push(slot),
             MembershipEffect::StartDrainTimer { worker, drain, .. } => done.timers.push((worker, drain)),
             MembershipEffect::Restart { child, lost, .. } => done.restarted.push((child, lost)),

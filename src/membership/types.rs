@@ -81,11 +81,8 @@ pub enum MembershipInput<R> {
         /// Generation of the slot.
         generation: Generation,
     },
-    /// One more discovery source; its number is the count of earlier sources. Lower numbers have precedence.
-    SourceAdded {
-        /// Name in logs and statuses.
-        name: String,
-    },
+    /// One more discovery source of this name; its number is the count of earlier sources. Lower numbers have precedence.
+    SourceAdded(String),
     /// A source has returned a value. Recorded only: [`MembershipInput::Reconcile`] applies it.
     SourceUpdated {
         /// Number of the source.
@@ -179,10 +176,7 @@ pub enum MembershipEffect<R> {
     /// Uses this block size from now on. [`MembershipEffect::Replace`] follows for each actor that depends on it.
     UseBlockSize(PoolBlockSize),
     /// Replaces a running actor by a successor with the present block size.
-    Replace {
-        /// The actor.
-        child: Child,
-    },
+    Replace(Child),
     /// Starts the sequence actor of a rank, registers the rank with its index shard and admits it to the scheduler.
     StartRank {
         /// The rank.
@@ -239,20 +233,11 @@ pub enum MembershipEffect<R> {
         generation: Generation,
     },
     /// Starts a reader of the KV events of a rank, with the present configuration of its worker.
-    StartReader {
-        /// Slot of the rank.
-        slot: Slot,
-    },
+    StartReader(Slot),
     /// Stops the reader of a rank.
-    StopReader {
-        /// Slot of the rank.
-        slot: Slot,
-    },
+    StopReader(Slot),
     /// Removes the blocks of a rank whose KV events are no longer read.
-    ClearBlocks {
-        /// Slot of the rank.
-        slot: Slot,
-    },
+    ClearBlocks(Slot),
     /// Reports that the restart budget of a reader is spent: the overlap of its rank no longer counts.
     AbandonReader {
         /// Slot of the rank.

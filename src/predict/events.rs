@@ -13,7 +13,7 @@ const COMPARED_PER_BLOCK: u64 = 64;
 impl SpeculativePrompts {
     /// Updates the entries after an event was applied to `index`. Only for the model beside events.
     pub fn observe(&mut self, event: &RouterEvent, index: &Index) {
-        if !matches!(self.kind, SpeculationModel::BesideEvents { .. }) {
+        if !matches!(self.kind, SpeculationModel::BesideEvents(_)) {
             return;
         }
         let Some(slot) = self.ranks.slot_of(event.rank) else { return };

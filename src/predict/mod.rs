@@ -41,30 +41,18 @@ use crate::protocol::{BlockHash, BookingId, Generation, Slot, Timestamp, WorkerR
 use ranks::{PredictorRank, PredictorRanks};
 use trie::{LruEntry, Tries};
 
-/// Lifetime of speculative entries and the events that end them earlier.
+/// Time to live of speculative entries, and the events that end them earlier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SpeculationModel {
     /// A routed prompt counts as cached for a fixed time after it was last routed.
-    Ttl {
-        /// Time to live.
-        ttl: Duration,
-    },
-    /// Ranks hold blocks up to their capacity and evict the least recently used.
-    Lru {
-        /// Time to live on ranks of unknown capacity.
-        fallback_ttl: Duration,
-    },
+    Ttl(Duration),
+    /// Ranks hold blocks up to their capacity and evict the least recently used. The time is for ranks of unknown capacity.
+    Lru(Duration),
     /// On ranks without events, a routed prompt counts as cached for a fixed time after it was last routed. On other
     /// ranks only the events count.
-    UntilEvents {
-        /// Time to live.
-        ttl: Duration,
-    },
+    UntilEvents(Duration),
     /// A routed prompt counts as cached until events report it, at most for the time to live.
-    BesideEvents {
-        /// Time to live.
-        ttl: Duration,
-    },
+    BesideEvents(Duration),
 }
 
 impl SpeculationModel {
@@ -77,7 +65,7 @@ impl SpeculationModel {
     /// let mut config = RouterConfig::default();
     /// assert_eq!(SpeculationModel::of(&config), None);
     /// config.events.mode = pointsman::config::EventMode::Off;
-    /// assert!(matches!(SpeculationModel::of(&config), Some(SpeculationModel::Ttl { .. })));
+    /// assert!(matches!(SpeculationModel::of(&config), Some(SpeculationModel::Ttl(_))));
     /// ```
     #[must_use]
     pub fn of(config: &RouterConfig) -> Option<Self> {
@@ -90,19 +78,16 @@ impl SpeculationModel {
                 .index
                 .speculative
                 .with_events_ttl_ms
-                .map(|ttl_ms| Self::BesideEvents { ttl: Duration::from_millis(ttl_ms) }),
-            (EventMode::Auto, _) => Some(Self::UntilEvents { ttl }),
-            (EventMode::Off, SpeculativeModel::Ttl) => Some(Self::Ttl { ttl }),
-            (EventMode::Off, SpeculativeModel::Lru) => Some(Self::Lru { fallback_ttl: ttl }),
+                .map(|ttl_ms| Self::BesideEvents(Duration::from_millis(ttl_ms))),
+            (EventMode::Auto, _) => Some(Self::UntilEvents(ttl)),
+            (EventMode::Off, SpeculativeModel::Ttl) => Some(Self::Ttl(ttl)),
+            (EventMode::Off, SpeculativeModel::Lru) => Some(Self::Lru(ttl)),
         }
     }
 
     fn ttl(self) -> Duration {
         match self {
-            Self::Ttl { ttl }
-            | Self::UntilEvents { ttl }
-            | Self::BesideEvents { ttl }
-            | Self::Lru { fallback_ttl: ttl } => ttl,
+            Self::Ttl(ttl) | Self::UntilEvents(ttl) | Self::BesideEvents(ttl) | Self::Lru(ttl) => ttl,
         }
     }
 }
@@ -167,7 +152,7 @@ pub struct SpeculationCounts {
 /// use pointsman::internals::protocol::{Generation, Slot};
 /// use pointsman::protocol::{BlockHash, Timestamp, WorkerId, WorkerRank};
 ///
-/// let mut predictions = SpeculativePrompts::new(SpeculationModel::Ttl { ttl: Duration::from_secs(120) }, 1 << 20);
+/// let mut predictions = SpeculativePrompts::new(SpeculationModel::Ttl(Duration::from_secs(120)), 1 << 20);
 /// predictions.register(WorkerRank::new(WorkerId(7), 0), Slot(0), Generation(1), None);
 /// let index = Index::new();
 /// let start = Timestamp::default();
@@ -247,7 +232,7 @@ impl SpeculativePrompts {
     /// Registers `rank` in `slot`, as [`Index::register`] does. The capacity affects only a modelled LRU; a changed
     /// capacity is adopted, and a change between known and unknown restarts the rank without entries.
     pub fn register(&mut self, rank: WorkerRank, slot: Slot, generation: Generation, capacity_blocks: Option<u32>) {
-        let capacity = capacity_blocks.filter(|_| matches!(self.kind, SpeculationModel::Lru { .. })).map(u64::from);
+        let capacity = capacity_blocks.filter(|_| matches!(self.kind, SpeculationModel::Lru(_))).map(u64::from);
         if let Some(entry) = self.ranks.get_mut(slot) {
             if entry.generation > generation {
                 return;
@@ -301,8 +286,8 @@ impl SpeculativePrompts {
         }
         let blocks = speculative_prompt.hashes.len() as u32;
         let real_blocks = match self.kind {
-            SpeculationModel::BesideEvents { .. } => index.device_depth(slot, &speculative_prompt.hashes),
-            SpeculationModel::Ttl { .. } | SpeculationModel::UntilEvents { .. } | SpeculationModel::Lru { .. } => 0,
+            SpeculationModel::BesideEvents(_) => index.device_depth(slot, &speculative_prompt.hashes),
+            SpeculationModel::Ttl(_) | SpeculationModel::UntilEvents(_) | SpeculationModel::Lru(_) => 0,
         };
         if real_blocks == blocks && booking.is_none() {
             return None; // no block is missing, or the prompt is empty
@@ -343,7 +328,7 @@ impl SpeculativePrompts {
     /// Whether the model depends on which ranks publish events.
     #[must_use]
     pub fn is_until_events(&self) -> bool {
-        matches!(self.kind, SpeculationModel::UntilEvents { .. })
+        matches!(self.kind, SpeculationModel::UntilEvents(_))
     }
 
     /// Sets whether a rank publishes events, for [`SpeculationModel::UntilEvents`]: a publishing rank has no
@@ -562,13 +547,13 @@ impl SpeculationCounts {
     /// Counts removed speculative blocks: those reported by the engine, and the others.
     fn count(&mut self, kind: SpeculationModel, reason: RemovalReason, named: u64, unnamed: u64) {
         match (reason, kind) {
-            (RemovalReason::Expired, SpeculationModel::BesideEvents { .. }) => {
+            (RemovalReason::Expired, SpeculationModel::BesideEvents(_)) => {
                 self.confirmed += named;
                 self.wrong += unnamed;
             }
             (
                 RemovalReason::Expired,
-                SpeculationModel::Ttl { .. } | SpeculationModel::UntilEvents { .. } | SpeculationModel::Lru { .. },
+                SpeculationModel::Ttl(_) | SpeculationModel::UntilEvents(_) | SpeculationModel::Lru(_),
             ) => self.expired += named + unnamed,
             (RemovalReason::Confirmed, _) => self.confirmed += named + unnamed,
             (RemovalReason::Retracted, _) => self.retracted += named + unnamed,

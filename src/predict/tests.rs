@@ -19,8 +19,7 @@ fn depth(predictions: &SpeculativePrompts, prompt: &SpeculativePrompt) -> u32 {
 }
 
 fn modelled(capacity: u32) -> SpeculativePrompts {
-    let mut predictions =
-        SpeculativePrompts::new(SpeculationModel::Lru { fallback_ttl: Duration::from_secs(120) }, 1 << 20);
+    let mut predictions = SpeculativePrompts::new(SpeculationModel::Lru(Duration::from_secs(120)), 1 << 20);
     predictions.register(rank(), SLOT, Generation(1), Some(capacity));
     predictions
 }

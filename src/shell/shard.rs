@@ -51,10 +51,7 @@ pub enum ShardMsg<Q, P, S> {
     /// Add a rank.
     Register(RegisteredRank<S>),
     /// Remove a rank with its contents.
-    Remove {
-        /// The rank.
-        rank: WorkerRank,
-    },
+    Remove(WorkerRank),
     /// The scheduler has routed this prompt to this rank.
     Routed {
         /// Slot of the rank.
@@ -236,7 +233,7 @@ impl<S: SourceState> ShardShell<S> {
                 drop(permit);
             }
             ShardMsg::Register(rank) => self.on_register(rank, time),
-            ShardMsg::Remove { rank } => self.on_remove(rank),
+            ShardMsg::Remove(rank) => self.on_remove(rank),
             ShardMsg::Routed { slot, generation, booking, speculative_prompt } => {
                 self.on_routed((slot, generation), booking, &speculative_prompt, false, time.now());
             }

@@ -104,7 +104,7 @@ impl Gateway {
         let is_degraded = |entry: &&Rc<Entry>| entry.credit.get() < 1.0;
         self.degraded.store(self.table().filter(is_degraded).count(), std::sync::atomic::Ordering::Relaxed);
         let applied = state.before(&msg, tag);
-        let removed = if let ShardMsg::Remove { rank } = &msg { Some(*rank) } else { None };
+        let removed = if let ShardMsg::Remove(rank) = &msg { Some(*rank) } else { None };
         let mut effects = Vec::new();
         state.shell.step(msg, &around.net.now, &mut effects);
         for effect in effects {
@@ -186,7 +186,7 @@ impl Shard {
                 }
                 None
             }
-            ShardMsg::Remove { rank } => {
+            ShardMsg::Remove(rank) => {
                 self.tags.remove(rank);
                 None
             }

@@ -28,7 +28,7 @@ impl Gateway {
             self.start_shard(shard, 0, &[], around.net.now);
         }
         self.start_health(around);
-        self.step_membership(MembershipInput::SourceAdded { name: "list".to_owned() }, around);
+        self.step_membership(MembershipInput::SourceAdded("list".to_owned()), around);
         self.discover(false, around);
         let me = self.place(Actor::Supervisor);
         let liveness = Duration::from_millis(self.settings.config.load.booking_liveness_ms);
@@ -119,7 +119,7 @@ impl Gateway {
     fn perform_membership(&mut self, effect: MembershipEffect<u64>, around: &mut Surroundings<'_>) {
         let me = self.place(Actor::Supervisor);
         match effect {
-            MembershipEffect::UseBlockSize(_) | MembershipEffect::Replace { .. } => {
+            MembershipEffect::UseBlockSize(_) | MembershipEffect::Replace(_) => {
                 unreachable!("the block size is configured")
             }
             MembershipEffect::StartRank { rank, slot, generation, description, restricted, .. } => {
@@ -167,16 +167,16 @@ impl Gateway {
             MembershipEffect::RetireRank { slot, generation } => {
                 if let Some(entry) = self.entry(slot) {
                     let shard = Actor::Shard(self.shard_of(entry.rank));
-                    self.send(Actor::Supervisor, shard, Letter::shard(ShardMsg::Remove { rank: entry.rank }), around);
+                    self.send(Actor::Supervisor, shard, Letter::shard(ShardMsg::Remove(entry.rank)), around);
                 }
                 let ack = self.ack(slot, generation, Acknowledged::Retire);
                 let letter = Letter::scheduler(SchedulerMsg::Retire { slot, generation, ack });
                 self.send(Actor::Supervisor, Actor::Scheduler, letter, around);
             }
             MembershipEffect::ReleaseRank { slot, generation } => self.release(slot, generation, around),
-            MembershipEffect::StartReader { slot } => self.start_reader(slot, around),
-            MembershipEffect::StopReader { slot } => drop(self.readers.remove(&slot)),
-            MembershipEffect::ClearBlocks { slot } => self.clear_unread(slot, around),
+            MembershipEffect::StartReader(slot) => self.start_reader(slot, around),
+            MembershipEffect::StopReader(slot) => drop(self.readers.remove(&slot)),
+            MembershipEffect::ClearBlocks(slot) => self.clear_unread(slot, around),
             MembershipEffect::AbandonReader { slot, .. } => {
                 self.readers.remove(&slot);
                 if let Some(entry) = self.entry(slot) {
