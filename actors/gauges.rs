@@ -246,12 +246,12 @@ impl Gauges {
                 by_state[state as usize] += 1;
                 sum.is_degraded = state != StreamState::Live;
             }
-            for (latest, bias) in sum.bias.iter_mut().zip(entry.speed.bias()) {
+            for (latest, bias) in sum.bias.iter_mut().zip(entry.cells.speed.bias()) {
                 *latest = bias.or(*latest);
             }
             // The previous values stay for another period.
             sum.is_torn |= !sum.report.add(entry, now);
-            sum.engine = entry.engine_load.read().or(sum.engine);
+            sum.engine = entry.cells.engine_load.read().or(sum.engine);
         }
         self.by_rank.retain(|rank, _| sums.contains_key(rank));
         self.fleet.set("pointsman_ranks", as_f64(sums.len() as u64));

@@ -52,8 +52,8 @@ impl DeferredReply for Nothing {
 
 impl EngineLoads {
     fn publish(&self, entry: &RankEntry, reading: EngineReading) {
-        let was_emptied = entry.engine_load.sleep() == Some(EngineSleep::Emptied);
-        entry.engine_load.publish(&EngineLoad { reading, at: self.clock.now() });
+        let was_emptied = entry.cells.engine_load.sleep() == Some(EngineSleep::Emptied);
+        entry.cells.engine_load.publish(&EngineLoad { reading, at: self.clock.now() });
         if reading.sleep == Some(EngineSleep::Emptied) && !was_emptied {
             entry.source.emptied();
         }

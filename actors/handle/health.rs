@@ -91,7 +91,7 @@ impl Router {
     #[must_use]
     pub fn engine_loads(&self) -> Vec<(WorkerRank, Option<EngineLoadFact>)> {
         let (now, stale_after) = (self.edge().clock.now(), Duration::from_millis(self.config().engine_load.stale_ms));
-        let fact = |entry: &Arc<RankEntry>| entry.engine_load.read().map(|load| load.fact(now, stale_after));
+        let fact = |entry: &Arc<RankEntry>| entry.cells.engine_load.read().map(|load| load.fact(now, stale_after));
         let mut entries = self.views().ranks.all();
         entries.sort_by_key(|entry| (entry.rank, std::cmp::Reverse(entry.since)));
         entries.dedup_by_key(|entry| entry.rank); // of two entries, the one that is not draining

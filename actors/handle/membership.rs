@@ -211,7 +211,7 @@ impl Router {
             EventMode::On | EventMode::Auto | EventMode::Off => return Vec::new(),
         };
         let mut entries = self.views().ranks.all();
-        entries.retain(|entry| entry.source.is_unread() && entry.holdings.changed_at().is_none());
+        entries.retain(|entry| entry.source.is_unread() && entry.cells.holdings.changed_at().is_none());
         entries.sort_by_key(|entry| entry.rank);
         let problem = |entry: &Arc<RankEntry>| {
             format!(

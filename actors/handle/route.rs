@@ -258,7 +258,7 @@ impl Router {
 
     /// Whether the index has every block of the rank, and at least one. Only then is a prediction of 0 evidence.
     fn is_index_complete_for(&self, entry: &RankEntry) -> bool {
-        entry.holdings.held_blocks() > 0
+        entry.cells.holdings.held_blocks() > 0
             && entry.source.is_complete()
             && !self.views().cold.borrow().contains(&entry.rank)
     }

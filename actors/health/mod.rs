@@ -218,7 +218,7 @@ impl HealthActor {
 }
 
 fn is_asleep(entry: &RankEntry) -> bool {
-    entry.engine_load.sleep() > Some(EngineSleep::Awake)
+    entry.cells.engine_load.sleep() > Some(EngineSleep::Awake)
 }
 
 impl ActorState for HealthActor {

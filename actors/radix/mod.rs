@@ -32,7 +32,7 @@ pub(crate) type OverlapToken = ReplyToken<RankOverlap, dyn OverlapQuery>;
 /// Registration of a rank at its shard.
 pub(crate) fn registered(entry: &RankEntry, traits: &RankTraits) -> RegisteredRank<Arc<SourceCell>> {
     let RankEntry { rank, slot, generation, .. } = *entry;
-    let (holdings, source) = (Arc::clone(&entry.holdings), Arc::clone(&entry.source));
+    let (holdings, source) = (Arc::clone(&entry.cells.holdings), Arc::clone(&entry.source));
     RegisteredRank { rank, slot, generation, holdings, source, capacity_blocks: traits.total_kv_blocks }
 }
 

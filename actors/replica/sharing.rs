@@ -206,8 +206,8 @@ impl SharingTask {
         let entries = self.sharing.ranks.all().into_iter().map(|entry| SharedEntry {
             rank: entry.rank,
             slot: entry.slot,
-            board: Arc::clone(&entry.board),
-            peers: Arc::clone(&entry.peers),
+            board: Arc::clone(&entry.cells.board),
+            peers: Arc::clone(&entry.cells.peers),
         });
         let fell = self.shell.follow(entries.collect(), self.sharing.clock.now());
         self.wake_scheduler(fell);

@@ -23,7 +23,7 @@ use crate::actors::views::rank::RankEntry;
 use crate::load::SpeedCell;
 use crate::membership::Child;
 use crate::protocol::WorkerRank;
-use crate::schedule::{Admission, RankCells};
+use crate::schedule::Admission;
 use crate::select::RankTraits;
 use crate::shell::scheduler::SequenceHandle;
 use crate::shell::sequence::{SequenceCells, SequenceShell};
@@ -42,11 +42,11 @@ impl SupervisorState {
         let SupervisorDependencies { config, clock, directory, views, strands, .. } = &self.dependencies;
         let wakes = || Wakes { flag: Arc::clone(&views.wake), scheduler: strands.scheduler.clone() };
         let cells = SequenceCells {
-            board: Arc::clone(&entry.board),
-            learns: config.learns_speed().then(|| Arc::clone(&entry.speed)),
+            board: Arc::clone(&entry.cells.board),
+            learns: config.learns_speed().then(|| Arc::clone(&entry.cells.speed)),
             stalls: (config.health.stall_ms > 0)
                 .then(|| (Arc::clone(&entry.stalls), Duration::from_millis(config.health.stall_ms))),
-            peers: Arc::clone(&entry.peers),
+            peers: Arc::clone(&entry.cells.peers),
             scheduler: Arc::clone(&strands.scheduler_incarnation),
             directory: Arc::clone(directory),
         };
@@ -194,7 +194,7 @@ impl SupervisorState {
             Child::IndexShard(shard) => self.shell.cold_of(shard).into_iter().collect(),
             Child::Sequence(slot) => {
                 if let Some(rank) = self.shell.rank(slot) {
-                    rank.entry.speed.restore(&SpeedCell::default().sample()); // of blocks of another size
+                    rank.entry.cells.speed.restore(&SpeedCell::default().sample()); // of blocks of another size
                 }
                 Vec::new()
             }
@@ -249,12 +249,5 @@ pub(super) fn sequence_handle(
         since: entry.since,
         draining,
     };
-    let cells = RankCells {
-        board: Arc::clone(&entry.board),
-        speed: Arc::clone(&entry.speed),
-        holdings: Arc::clone(&entry.holdings),
-        engine_load: Arc::clone(&entry.engine_load),
-        peers: Arc::clone(&entry.peers),
-    };
-    SequenceHandle { admission, cells, handle: Arc::clone(strand) }
+    SequenceHandle { admission, cells: entry.cells.clone(), handle: Arc::clone(strand) }
 }

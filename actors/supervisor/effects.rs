@@ -23,7 +23,7 @@ use crate::config::RouterConfig;
 use crate::load::PromptLimits;
 use crate::membership::{Child, MembershipEffect, RankDescription};
 use crate::protocol::{Generation, PoolBlockSize, Slot, WorkerId, WorkerRank};
-use crate::schedule::Input;
+use crate::schedule::{Input, RankCells};
 use crate::select::RankTraits;
 use crate::shell::supervisor::SupervisorInput;
 
@@ -111,13 +111,9 @@ impl SupervisorState {
             endpoint,
             number_at_worker: AtomicU32::new(description.number_at_worker.unwrap_or(RankEntry::ALONE)),
             since: self.dependencies.clock.now(),
-            board: Arc::default(),
-            speed: Arc::default(),
+            cells: RankCells::default(),
             stalls: Arc::default(),
-            holdings: Arc::default(),
             source: Arc::new(SourceCell::new(rank, &self.dependencies.views.ranks.degraded)),
-            engine_load: Arc::default(),
-            peers: Arc::default(),
             failing: AtomicBool::new(false),
             counts: RankCounts::default(),
         })

@@ -88,7 +88,7 @@ impl SupervisedRank for RankActor {
     }
 
     fn is_indexed(&self) -> bool {
-        self.entry.holdings.changed_at().is_some()
+        self.entry.cells.holdings.changed_at().is_some()
     }
 }
 

@@ -8,11 +8,10 @@ use tokio::sync::Notify;
 use super::kv_source::{DegradedSources, SourceCell};
 use super::rank_counts::RankCounts;
 use super::slot_table::SlotTable;
-use crate::engine_load::EngineLoadCell;
-use crate::index::Holdings;
-use crate::load::{ArrivalsCell, BoardChanges, BoardSlot, PeerLoadCell, SpeedCell, StallCell};
+use crate::load::{ArrivalsCell, BoardChanges, StallCell};
 use crate::protocol::{Generation, Slot, Timestamp, WorkerId, WorkerRank};
 use crate::queue::QueueHeads;
+use crate::schedule::RankCells;
 
 /// One incarnation of a rank in its slot.
 pub(crate) struct RankEntry {
@@ -24,20 +23,12 @@ pub(crate) struct RankEntry {
     pub(crate) number_at_worker: AtomicU32,
     /// Time of joining.
     pub(crate) since: Timestamp,
-    /// Load, written by the rank's sequence actor.
-    pub(crate) board: Arc<BoardSlot>,
-    /// Indexed blocks, written by the rank's index shard.
-    pub(crate) holdings: Arc<Holdings>,
+    /// Cells that the scheduler reads. The learned speed outlives the sequence actor that writes it.
+    pub(crate) cells: RankCells,
     /// State of the rank's KV event source, written by its ingest.
     pub(crate) source: Arc<SourceCell>,
-    /// Learned engine speed, which outlives the sequence actor that writes it.
-    pub(crate) speed: Arc<SpeedCell>,
     /// Time by which a first token is due, written by the sequence actor.
     pub(crate) stalls: Arc<StallCell>,
-    /// Load as the engine reports it.
-    pub(crate) engine_load: Arc<EngineLoadCell>,
-    /// Load by other replicas, written by the replica actor.
-    pub(crate) peers: Arc<PeerLoadCell>,
     /// Whether failed requests count against the rank, so that a success matters. Written by the health actor.
     pub(crate) failing: AtomicBool,
     /// Counts of its requests, added by the tasks of the callers.

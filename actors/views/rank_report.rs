@@ -34,13 +34,13 @@ impl RankReport {
     /// Adds an entry of the rank, which has two while one is retiring. Returns whether the load is included: not while
     /// its board is being written.
     pub(crate) fn add(&mut self, entry: &RankEntry, now: Timestamp) -> bool {
-        self.held_blocks += u64::from(entry.holdings.held_blocks());
+        self.held_blocks += u64::from(entry.cells.holdings.held_blocks());
         let totals = entry.counts.totals();
         self.placements += totals.placements;
         self.prompt_tokens += totals.prompt_tokens;
         self.predicted_tokens += totals.predicted_tokens;
         self.delivered_tokens += totals.delivered_tokens;
-        let Some(load) = entry.board.read() else { return false };
+        let Some(load) = entry.cells.board.read() else { return false };
         self.active_requests += u64::from(load.requests);
         self.active_blocks += u64::from(load.active_blocks);
         self.prefill_tokens = self.prefill_tokens.saturating_add(load.prefill.bounds(now).1);
