@@ -115,6 +115,10 @@ class Engine(http.server.ThreadingHTTPServer):
         if not isinstance(error, OSError):
             self.fleet.problems.append(f"engine: {error!r}")
 
+    @staticmethod
+    def tokens_of(words):
+        return [int.from_bytes(word.encode()[-3:], "big") for word in words]
+
     def prefill(self, words):
         """Takes the time of the blocks that are not cached, one prompt after another."""
         with self.prefilling:
@@ -161,7 +165,7 @@ class Handler(ScriptedEngine):
         return self.turn(form, body, int(agent[1]), shell)
 
     def tokenize(self, body):
-        tokens = [int.from_bytes(word.encode()[-3:], "big") for word in words_of(body)]
+        tokens = self.server.tokens_of(words_of(body))
         self.answer(200, "application/json", json.dumps({"tokens": tokens, "count": len(tokens), "max_model_len": CONTEXT_TOKENS}))
 
     def refuse(self, message):
@@ -227,6 +231,23 @@ class Handler(ScriptedEngine):
 
 
 def words_of(body):
-    """The prompt of a request, as words."""
-    names = ["tools", "system", "instructions", "messages", "prompt", "input"]
-    return re.findall(r"\w+", json.dumps([body.get(name) for name in names]))
+    """The messages of a request as words, equal in all formats. The system prompt comes first."""
+    first = body.get("system") or body.get("instructions") or ""
+    rest = body.get("messages") or body.get("prompt") or body.get("input") or ""
+    return re.findall(r"\w+", " ".join([*texts_of(first), *texts_of(rest)]))
+
+
+def texts_of(value):
+    """Texts, names and arguments of calls, and results, in order, without thoughts and the line that differs per request."""
+    if isinstance(value, str):
+        return [] if value.startswith("x-anthropic-billing-header") else [value]
+    if isinstance(value, list):
+        return [text for part in value for text in texts_of(part)]
+    if not isinstance(value, dict) or value.get("type") in ("thinking", "redacted_thinking", "reasoning"):
+        return []
+    texts = [text for name in ("text", "content", "name", "output", "tool_calls", "function") for text in texts_of(value.get(name))]
+    arguments = value.get("arguments", value.get("input"))
+    if arguments is not None:
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        texts.append(json.dumps(arguments, sort_keys=True))
+    return texts

@@ -16,6 +16,9 @@ import sys
 import threading
 import time
 
+import msgpack
+import zmq
+
 import engine
 from engine import MODEL, SHELLS, TOOL_TURNS, Call, Engine, Fleet
 from loopback import serve
@@ -33,17 +36,32 @@ TITLES = ["tasks/hour", "mean s", "last s", "computed", "twice"]
 
 
 class SmallEngine(Engine):
-    """Evicts the least recently used blocks, those of one prompt from its end, as vLLM does with blocks that no request uses."""
+    """Evicts the least recently used blocks, those of one prompt from its end, as vLLM does with blocks that no request uses.
+    Publishes its KV events as vLLM does."""
 
     def __init__(self, fleet):
         super().__init__(fleet)
         self.blocks, self.seen, self.computed, self.twice = collections.OrderedDict(), set(), 0, 0
+        self.publisher, self.sent = zmq.Context.instance().socket(zmq.PUB), 0
+        self.events = f"tcp://127.0.0.1:{self.publisher.bind_to_random_port('tcp://127.0.0.1')}"
+
+    def tokens_of(self, words):
+        tokens = Engine.tokens_of(words)
+        self.fleet.tokenized.add(hash(tuple(tokens)))
+        return tokens
+
+    def publish(self, *events):
+        payload = msgpack.packb([time.time(), [event for event in events if event[1]], 0])
+        self.publisher.send_multipart([b"", self.sent.to_bytes(8, "big"), payload])
+        self.sent += 1
 
     def prefill(self, words):
         with self.prefilling:
-            size = engine.BLOCK
-            parts = [tuple(words[end - size : end]) for end in range(size, len(words) + 1, size)]
-            blocks = list(itertools.accumulate(parts, lambda before, part: hash((before, part))))
+            size, tokens = engine.BLOCK, Engine.tokens_of(words)
+            self.fleet.unknown += hash(tuple(tokens)) not in self.fleet.tokenized
+            parts = [tuple(tokens[end - size : end]) for end in range(size, len(tokens) + 1, size)]
+            blocks = list(itertools.accumulate(parts, lambda before, part: hash((before, part)), initial=0))[1:]
+            blocks = [block % (1 << 63) for block in blocks]
             cached = sum(1 for _ in itertools.takewhile(self.blocks.__contains__, blocks))
             missing = blocks[cached:]
             self.computed += len(missing) * size
@@ -53,14 +71,16 @@ class SmallEngine(Engine):
             for block in reversed(blocks):
                 self.blocks[block] = None
                 self.blocks.move_to_end(block)
-            while len(self.blocks) > self.fleet.blocks_max:
-                self.blocks.popitem(last=False)
+            evicted = [self.blocks.popitem(last=False)[0] for _ in range(len(self.blocks) - self.fleet.blocks_max)]
+            stored = tokens[cached * size : len(blocks) * size]
+            parent = blocks[cached - 1] if cached else None
+            self.publish(["BlockStored", missing, parent, stored, size, None], ["BlockRemoved", evicted])
 
 
 class SmallFleet(Fleet):
     def __init__(self, stack, blocks_max):
+        self.blocks_max, self.tokenized, self.unknown = blocks_max, set(), 0
         super().__init__(stack)
-        self.blocks_max = blocks_max
 
     def calls(self, agent, n, shell):
         if n == TOOL_TURNS:
@@ -76,9 +96,12 @@ def run(binary, agents, config, count, blocks_max):
     """Runs all tasks at once. Returns the figures of TITLES, and the problems."""
     with contextlib.ExitStack() as stack:
         fleet = SmallFleet(stack, blocks_max)
-        model = ["[[models]]", f'name = "{MODEL}"', f"worker_urls = {json.dumps(fleet.urls())}"]
+        model = ["[[models]]", f'name = "{MODEL}"', "[models.router]", f"block_size = {engine.BLOCK}"]
         tokens = ["[models.tokens]", "engine_timeout_ms = 20_000", "wait_ms = 20_000"]
-        port, _ = serve(binary, stack, ['log_level = "error"', *model, *tokens, config])
+        workers = [f'[[models.workers]]\nurl = "{url}"\nprobe = true\nkv_events = {{ endpoint = "{one.events}" }}'
+                   for url, one in zip(fleet.urls(), fleet.engines)]
+        port, _ = serve(binary, stack, ['log_level = "error"', *model, *tokens, *workers, config])
+        time.sleep(2)  # events of the engines are subscribed
         began, url, ends = time.monotonic(), f"http://127.0.0.1:{port}", {}
         names = [name for name in ("claude", "codex") for _ in range(count)]
         started = [start(stack, AGENTS[name], agents, url, MODEL, PROMPT.format(number), {}) for number, name in enumerate(names)]
@@ -98,6 +121,8 @@ def run(binary, agents, config, count, blocks_max):
         if len(ends) < len(names):
             problems.append(f"{len(names) - len(ends)} tasks have no result")
         computed, twice = (sum(getattr(one, name) for one in fleet.engines) for name in ("computed", "twice"))
+        if fleet.unknown:
+            problems.append(f"{fleet.unknown} prompts have other tokens than the engines returned for them")
     last = max(ends.values())
     return [len(ends) * 3_600 / last, statistics.mean(ends.values()), last, computed, twice], problems
 
