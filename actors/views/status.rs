@@ -8,6 +8,10 @@ use crate::error::Down;
 /// replies sooner than a suspended task runs again.
 const REPLY_POLLS: usize = 500;
 
+/// Units of the caller's cooperative budget, of 128, per call. Polls take none, so that a caller without other waits would
+/// keep its thread.
+const CALL_BUDGET: usize = 8;
+
 /// Phase and restart count. Written by the supervisor and by a shutdown.
 #[derive(Debug, Default)]
 pub(crate) struct RouterStatus(watch::Sender<RouterState>);
@@ -73,7 +77,9 @@ impl RouterStatus {
     /// An actor's reply; `None` if it was lost with the actor, the router is down, or a hung actor was replaced `since`
     /// the query was sent: the reply may be lost in the hung step. A reply within [`REPLY_POLLS`] costs no suspension.
     pub(crate) async fn reply_of<T>(&self, mut reply: oneshot::Receiver<T>, since: RouterState) -> Option<T> {
-        tokio::task::consume_budget().await; // polls alone would starve other tasks of this thread
+        for _ in 0..CALL_BUDGET {
+            tokio::task::consume_budget().await;
+        }
         for _ in 0..REPLY_POLLS {
             match reply.try_recv() {
                 Err(oneshot::error::TryRecvError::Empty) => std::hint::spin_loop(),

@@ -11,6 +11,7 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use super::eligible::EligibilityInputs;
 use super::pending::longest_blocks;
+use super::program_holds::ProgramHold;
 use super::{Effect, LoadView, PendingRequest, Purpose, Rejection, Request, ResolvedOptions, Schedule, Target};
 use crate::config::SessionAffinity;
 use crate::protocol::{BookingId, Timestamp, WorkerRank};
@@ -335,8 +336,8 @@ impl<T> Schedule<T> {
     /// Rejection of the first call of a program by a class that refuses it, if the call could only wait for the claims of
     /// other programs. Retries are not rejected: their excluded rank may have taken the session with it.
     fn start_refusal(&self, pending: &PendingRequest<T>, class: ClassId) -> Option<Backpressure> {
-        let (_, refuses) = self.program_holds.hold_of(class)?;
-        let options = pending.request.options.as_deref().filter(|_| refuses && pending.session.is_none())?;
+        let ProgramHold { refuses_starts, .. } = self.program_holds.hold_of(class)?;
+        let options = pending.request.options.as_deref().filter(|_| refuses_starts && pending.session.is_none())?;
         let is_known = self.sessions.agents.contains_key(&options.program)
             || self.active.settings.rules.session_affinity == SessionAffinity::Off
             || !options.constraints.excluded_ranks.is_empty();

@@ -25,11 +25,19 @@ const LACK_DIVISOR: u32 = 4;
 /// Share of the time to a deadline after which a call is not held.
 const DUE_PERCENT: u32 = 90;
 
+/// Hold of a class.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ProgramHold {
+    limit: Duration,
+    /// Whether the first call of a program is rejected where later ones wait.
+    pub(super) refuses_starts: bool,
+}
+
 /// See the module documentation.
 #[derive(Debug)]
 pub(super) struct ProgramHolds {
-    /// Hold limit by class, and whether it rejects first calls; empty if no class has one.
-    pub(super) holds: Box<[Option<(Duration, bool)>]>,
+    /// Holds by class; empty if no class has one.
+    pub(super) holds: Box<[Option<ProgramHold>]>,
     pub(super) claims: Claims,
     /// Ends of the holds of waiting calls.
     pub(super) ends: BTreeSet<(Timestamp, BookingId)>,
@@ -45,8 +53,10 @@ impl ProgramHolds {
         } else {
             Vec::new()
         };
-        let hold =
-            |class: &QueueClass| Some((Duration::from_millis(class.program_hold_ms?), class.refuse_program_starts));
+        let hold = |class: &QueueClass| {
+            let limit = Duration::from_millis(class.program_hold_ms?);
+            Some(ProgramHold { limit, refuses_starts: class.refuse_program_starts })
+        };
         let holds = classes.iter().map(hold).collect();
         Self { holds, claims: Claims::default(), ends: BTreeSet::new(), ended: Default::default() }
     }
@@ -57,20 +67,19 @@ impl ProgramHolds {
         self.hold_of(class).is_some()
     }
 
-    /// Longest hold of a class, and whether it rejects the first calls of programs that it would have to hold.
     #[inline]
-    pub(super) fn hold_of(&self, class: ClassId) -> Option<(Duration, bool)> {
+    pub(super) fn hold_of(&self, class: ClassId) -> Option<ProgramHold> {
         self.holds.get(class.0 as usize).copied().flatten()
     }
 
     /// Time until which a call of this class may be held: before its deadline, so that it is placed rather than rejected.
     pub(super) fn hold_end<T>(&self, pending: &PendingRequest<T>, class: ClassId) -> Option<Timestamp> {
-        let (hold, _) = self.hold_of(class)?;
+        let ProgramHold { limit, .. } = self.hold_of(class)?;
         let request = &pending.request;
         let options = request.options.as_ref().filter(|options| options.session_id.is_some())?;
         let waits = request.waits.as_ref().filter(|_| request.purpose == Purpose::Book)?;
         let due = options.due.map(|due| due.since(waits.arrival) * DUE_PERCENT / 100);
-        Some(waits.arrival + hold.min(due.unwrap_or(hold)))
+        Some(waits.arrival + limit.min(due.unwrap_or(limit)))
     }
 
     /// Slots of the ranks without room for a call with so many cached tokens, in order; none if it passes.
