@@ -9,8 +9,8 @@ use crate::error::Down;
 const REPLY_POLLS: usize = 500;
 
 /// Units of the caller's cooperative budget, of 128, per call. Polls take none, so that a caller without other waits would
-/// keep its thread.
-const CALL_BUDGET: usize = 8;
+/// keep its thread. It yields after three calls.
+const CALL_BUDGET: usize = 40;
 
 /// Phase and restart count. Written by the supervisor and by a shutdown.
 #[derive(Debug, Default)]
