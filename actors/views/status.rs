@@ -8,9 +8,9 @@ use crate::error::Down;
 /// replies sooner than a suspended task runs again.
 const REPLY_POLLS: usize = 500;
 
-/// Units of the caller's cooperative budget, of 128, per call. Polls take none, so that a caller without other waits would
-/// keep its thread. It yields after three calls.
-const CALL_BUDGET: usize = 40;
+/// Polls that take a unit of the caller's cooperative budget, of 128, so that a caller without other waits yields after three
+/// replies for which it has polled.
+const POLLS_CHARGED: usize = 40;
 
 /// Phase and restart count. Written by the supervisor and by a shutdown.
 #[derive(Debug, Default)]
@@ -77,10 +77,10 @@ impl RouterStatus {
     /// An actor's reply; `None` if it was lost with the actor, the router is down, or a hung actor was replaced `since`
     /// the query was sent: the reply may be lost in the hung step. A reply within [`REPLY_POLLS`] costs no suspension.
     pub(crate) async fn reply_of<T>(&self, mut reply: oneshot::Receiver<T>, since: RouterState) -> Option<T> {
-        for _ in 0..CALL_BUDGET {
-            tokio::task::consume_budget().await;
-        }
-        for _ in 0..REPLY_POLLS {
+        for poll in 0..REPLY_POLLS {
+            if poll < POLLS_CHARGED {
+                tokio::task::consume_budget().await;
+            }
             match reply.try_recv() {
                 Err(oneshot::error::TryRecvError::Empty) => std::hint::spin_loop(),
                 known => return known.ok(),
