@@ -18,7 +18,7 @@ use crate::hashing::{BlockHasher, HashScheme};
 use crate::protocol::{BlockHash, EngineHash, KvEvent, RepeatedStore, RouterEvent, StorageTier};
 use crate::protocol::{StoredBlock, WorkerRank};
 
-/// What an event changes, and in which tier.
+/// Tier and content of a change.
 type Change = (StorageTier, KvEvent);
 
 /// Identity of the stream and the hashing rules of its pool.

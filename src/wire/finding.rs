@@ -223,7 +223,7 @@ pub struct Report {
     pub foreign_rank: Option<u32>,
 }
 
-/// What a batch yields.
+/// Events and report of a batch.
 pub(super) struct Output<'e> {
     pub(super) events: &'e mut Vec<RouterEvent>,
     /// Number of events before those of the batch.

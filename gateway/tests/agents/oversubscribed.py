@@ -42,7 +42,7 @@ class SmallEngine(Engine):
     def __init__(self, fleet):
         super().__init__(fleet)
         self.blocks, self.seen, self.computed, self.twice = collections.OrderedDict(), set(), 0, 0
-        self.publisher, self.sent = zmq.Context.instance().socket(zmq.PUB), 0
+        self.publisher, self.sent = zmq.Context.instance().socket(zmq.XPUB), 0
         self.events = f"tcp://127.0.0.1:{self.publisher.bind_to_random_port('tcp://127.0.0.1')}"
 
     def tokens_of(self, words):
@@ -101,7 +101,8 @@ def run(binary, agents, config, count, blocks_max):
         workers = [f'[[models.workers]]\nurl = "{url}"\nprobe = true\nkv_events = {{ endpoint = "{one.events}" }}'
                    for url, one in zip(fleet.urls(), fleet.engines)]
         port, _ = serve(binary, stack, ['log_level = "error"', *model, *tokens, *workers, config])
-        time.sleep(2)  # events of the engines are subscribed
+        if not all(one.publisher.poll(20_000) for one in fleet.engines):
+            return [0] * len(TITLES), ["the gateway has not subscribed to the events of all engines"]
         began, url, ends = time.monotonic(), f"http://127.0.0.1:{port}", {}
         names = [name for name in ("claude", "codex") for _ in range(count)]
         started = [start(stack, AGENTS[name], agents, url, MODEL, PROMPT.format(number), {}) for number, name in enumerate(names)]
